@@ -1,0 +1,1 @@
+"""KV cache strategies: one protocol (`base.KVCache`), one module a strategy."""

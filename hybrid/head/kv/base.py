@@ -1,0 +1,54 @@
+"""The protocol every KV cache strategy of the head implements. The decoder does not know which one it has."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class KVCache(Protocol):
+    """Keys and values of the head's layers, for `n_sequences` sequences.
+
+    A strategy stores K and V *and* attends, because some strategies never bring K/V to the device.
+    Sequences are numbered from 0; positions within a sequence are contiguous from 0.
+    """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seqs: Tensor) -> Tensor:
+        """Store k, v at (seqs, positions) of `layer`, then attend causally (and within the layer's window).
+
+        q [n_tokens, n_heads, head_dim_k], k [n_tokens, n_kv_heads, head_dim_k], v [n_tokens, n_kv_heads, head_dim_v],
+        all rotated already, on the head's device; positions, seqs [n_tokens] int64 *on the host*.
+        The tokens of one sequence come in order and continue it. Returns [n_tokens, n_heads, head_dim_v].
+        """
+        ...
+
+    def prefetch(self, layer: int) -> None:
+        """A hint that `layer` attends next; strategies that stream start copying."""
+        ...
+
+    def trim(self, seq: int, n: int) -> int:
+        """Forget every position >= n of `seq`. Returns how many tokens remain usable: n,
+        or 0 where a windowed layer no longer holds the window before n (the sequence is then empty)."""
+        ...
+
+    def copy(self, src: int, dst: int, n: int) -> None:
+        """Make the first n positions of `dst` equal to those of `src`."""
+        ...
+
+    def save(self, seq: int) -> bytes:
+        """The sequence's state, to be given to `load` of a cache of the same shape."""
+        ...
+
+    def load(self, seq: int, state: bytes) -> int:
+        """Replace `seq` by a saved state; returns its number of tokens. Raises BadRequestError if it does not fit."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes the cache holds."""
+        ...
+
+
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

@@ -1,0 +1,49 @@
+"""Placement: everything that decides what runs where. Every mode of the program is one of these."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+KVStrategy = Literal["device", "stream", "attend", "tiered"]
+KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
+
+KV_STRATEGIES: tuple[KVStrategy, ...] = ("device", "stream", "attend", "tiered")
+KV_DTYPES: tuple[KVDtype, ...] = ("f32", "f16", "bf16", "q8_0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One way of running a model on one machine. Nothing else in the program branches on a "mode".
+
+    `n_gpu_layers` counts blocks from the first: 0 (llama.cpp alone) to L (all, with the output head).
+    `n_ctx` is tokens *per sequence*; the caches hold `n_ctx * n_sequences`.
+    """
+
+    device: str
+    """The head's torch device, e.g. `cuda:0`; `cpu` emulates one. Unused (but recorded) when k = 0."""
+    n_gpu_layers: int
+    n_ctx: int
+    n_batch: int = 512
+    """Tokens in one prefill chunk: what the head hands to the tail at a time."""
+    n_ubatch: int = 512
+    """Tokens llama.cpp computes at a time within a chunk (its micro-batch)."""
+    n_sequences: int = 1
+    kv: KVStrategy = "device"
+    kv_dtype: KVDtype = "f16"
+    kv_budget: int | None = None
+    """Device bytes the `tiered` strategy may use; None: what is free."""
+    kv_keep_sliding: bool = True
+    swa_full: bool = False
+    kv_unified: bool = False
+    n_threads_head: int = 1
+    """Host threads of the head (torch) while it computes beside the tail."""
+    n_threads_tail: int = 1
+    """llama.cpp threads for single-token decode, when the head waits."""
+    n_threads_tail_batch: int = 1
+    """llama.cpp threads during prefill, when the head computes at the same time."""
+    n_threads_attend: int = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole placement as JSON-ready values; every record of a run carries it."""
+        return asdict(self)
