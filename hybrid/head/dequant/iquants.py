@@ -1,0 +1,36 @@
+"""The 4-bit i-quants: nibbles are indices into a fixed table of 16 uneven steps."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from hybrid.head.dequant.bits import half, interleaved, unpack
+
+STEPS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""`kvalues_iq4nl` of `ggml-common.h`."""
+
+
+def iq4_nl(blocks: Tensor) -> Tensor:
+    """d, 16 bytes of nibbles; blocks of 32."""
+    return half(blocks, 0) * _look_up(unpack(blocks[:, 2:], 4).flatten(1))
+
+
+def iq4_xs(blocks: Tensor) -> Tensor:
+    """d, 8 scales' upper bit pairs (2 bytes) and lower nibbles (4 bytes), 128 bytes of nibbles; 8 parts of 32."""
+    scales = interleaved(blocks[:, 4:8], 4) | (interleaved(blocks[:, 2:4], 2) << 4)
+    dl = (half(blocks, 0) * (scales.float() - 32)).unsqueeze(-1)  # [n, 8, 1]
+    q = unpack(blocks[:, 8:].unflatten(1, (8, 16)), 4).flatten(2)  # [n, 8, 32]
+    return (dl * _look_up(q)).flatten(1)
+
+
+def _look_up(q: Tensor) -> Tensor:
+    return _steps(q.device)[q.int()]
+
+
+@cache
+def _steps(device: torch.device) -> Tensor:
+    """The table on `device`, copied there once."""
+    return torch.tensor(STEPS, dtype=torch.float32, device=device)
