@@ -1,0 +1,161 @@
+"""Chat templates: messages to prompt tokens, with the model's own Jinja template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybrid.errors import BadRequestError
+from hybrid.runtime.controls import guard_all, split, unused_marker
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+Message = Mapping[str, Any]
+"""One chat message: `role` and `content`, and whatever else the template understands."""
+
+DEFAULT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] | capitalize }}: {{ m['content'] | trim }}\n{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+DEFAULT_STOP = ("\nUser:",)
+"""Without control tokens a model does not say when its answer ends; this is where the next turn would begin."""
+
+
+class ChatVocabulary(Protocol):
+    """What rendering needs to know of a vocabulary."""
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text -> id of every control token."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the vocabulary has one."""
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a prompt is to begin with it."""
+
+    @property
+    def strip_left(self) -> Collection[int]:
+        """Tokens that swallow the white space before them (llama.cpp's LSTRIP)."""
+
+    @property
+    def strip_right(self) -> Collection[int]:
+        """Tokens that swallow the white space after them (llama.cpp's RSTRIP)."""
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Ids of `text`."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A compiled template."""
+
+    template: Template
+    bos_token: str = ""
+    eos_token: str = ""
+    stop: tuple[str, ...] = ()
+    """Stop strings the format needs beside the model's end-of-turn tokens."""
+    note: str | None = None
+    """One line for the user where this is not the model's own template."""
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The prompt as text. A system message that the template refuses goes in front of the first user message.
+
+        Raises BadRequestError with the template's own words where it refuses the messages.
+        """
+        try:
+            return self._render(messages, add_generation_prompt)
+        except BadRequestError:
+            folded = _fold_system(messages)
+            if folded is None:
+                raise
+            return self._render(folded, add_generation_prompt)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        try:
+            return self.template.render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                bos_token=self.bos_token,
+                eos_token=self.eos_token,
+            )
+        except Exception as e:  # the template is a program out of the file: whatever it raises is its refusal
+            why = str(e).strip().rstrip(".!") or type(e).__name__
+            raise BadRequestError(f"The model's chat template does not accept these messages: {why}.") from e
+
+
+def compile_template(source: str | None, *, bos_token: str = "", eos_token: str = "") -> ChatTemplate:
+    """Compile `tokenizer.chat_template`; a plain default, with a note that says so, where it is missing or broken."""
+    from hybrid.runtime.jinja import environment
+
+    why = "the file has no chat template"
+    if source is not None:
+        try:
+            return ChatTemplate(environment().from_string(source), bos_token, eos_token)
+        except Exception as e:  # likewise: it may fail in any way
+            why = f"its chat template does not compile ({e})"
+    note = f"Chat uses a plain 'User: … Assistant: …' format, because {why}."
+    return ChatTemplate(environment().from_string(DEFAULT_TEMPLATE), bos_token, eos_token, DEFAULT_STOP, note)
+
+
+def encode_chat(
+    template: ChatTemplate,
+    vocabulary: ChatVocabulary,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+) -> list[int]:
+    """Prompt tokens of a conversation: the template's control tokens as such, everything a user wrote as plain text.
+
+    Raises BadRequestError for malformed messages or messages the template refuses.
+    """
+    check_messages(messages)
+    controls = {text: i for text, i in vocabulary.control_tokens.items() if len(text) > 1}
+    marker = unused_marker(messages, controls)
+    if marker is None:
+        raise BadRequestError("The messages use every Unicode noncharacter from U+FDD0 to U+FDEF; remove one of them.")
+    guarded = [{**guard_all(m, controls, marker), "role": m["role"]} for m in messages]
+    text = template.render(guarded, add_generation_prompt=add_generation_prompt)
+    tokens: list[int] = []
+    for piece in split(text, controls, strip_left=vocabulary.strip_left, strip_right=vocabulary.strip_right):
+        if isinstance(piece, int):
+            tokens.append(piece)
+        elif plain := piece.replace(marker, ""):
+            tokens += vocabulary.tokenize(plain, add_special=False, parse_special=False)
+    return one_bos(tokens, vocabulary.bos_id, vocabulary.add_bos)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise BadRequestError unless `messages` is a non-empty list of mappings with a `role` and a `content`."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise BadRequestError('messages must be a list such as [{"role": "user", "content": "Hello"}].')
+    for i, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not re.fullmatch(r"[\w.-]+", role):
+            raise BadRequestError(f"Message {i} needs a role, one word such as user, assistant or system.")
+        if not isinstance(message.get("content"), (str, list)):
+            kind = type(message.get("content")).__name__
+            raise BadRequestError(f"Message {i} needs a content that is text, not {kind}.")
+
+
+def one_bos(tokens: list[int], bos_id: int | None, add_bos: bool) -> list[int]:
+    """`tokens` with exactly one BOS in front where the vocabulary wants one, and never two."""
+    if bos_id is None:
+        return tokens
+    n = next((i for i, t in enumerate(tokens) if t != bos_id), len(tokens))
+    return [bos_id] * (add_bos or n > 0) + tokens[n:]
+
+
+def _fold_system(messages: Sequence[Message]) -> list[Message] | None:
+    """The messages with a leading system message put in front of the user message after it; None if there is none."""
+    if len(messages) < 2 or messages[0]["role"] != "system" or messages[1]["role"] != "user":
+        return None
+    system, user = messages[0]["content"], messages[1]["content"]
+    if not isinstance(system, str) or not isinstance(user, str):
+        return None
+    return [{**messages[1], "content": f"{system}\n\n{user}"}, *messages[2:]]
