@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid.errors import BadFileError
 from hybrid.model.gguf_header import Header, parse_header
-from hybrid.model.gguf_values import Metadata
+from hybrid.model.gguf_values import Metadata, array_length
 from hybrid.model.opening import Shard, check_shards, first_shard, open_shard, shard_paths
 from hybrid.model.records import RawField, TensorInfo
 
@@ -83,6 +83,11 @@ class ModelFile:
     def metadata(self) -> Mapping[str, Any]:
         """Decoded on access: str, int, float, bool, or a list of those (numeric arrays too)."""
         return self._metadata
+
+    def array_length(self, key: str) -> int | None:
+        """How many items the array `key` has, without decoding it; None where there is no such array."""
+        field = self.fields.get(key)
+        return None if field is None else array_length(field)
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's bytes as a read-only view of the mmap, shape [n_bytes]. It stays valid after `close`."""

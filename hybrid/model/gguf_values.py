@@ -61,6 +61,15 @@ def decode(field: RawField) -> Any:
     return strings
 
 
+def array_length(field: RawField) -> int | None:
+    """The number of items of an array record; None for any other record."""
+    if field.type != ARRAY:
+        return None
+    (key_length,) = struct.unpack_from("<Q", field.raw, 0)
+    (n,) = struct.unpack_from("<Q", field.raw, 8 + key_length + 8)
+    return int(n)
+
+
 class Metadata(Mapping[str, Any]):
     """The metadata of a file: a read-only mapping that decodes a value on first access and keeps it."""
 

@@ -98,6 +98,9 @@ class ModelSpec:
     """What llama.cpp multiplies token embeddings by before layer 0 (√n_embd for gemma)."""
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    unsupported: str | None = None
+    """Why the head cannot run these layers, so that only k = 0 works; None where it can. Where it is set, a LayerSpec
+    says truly what it weighs and how many heads of which size it has, as far as the file says; the rest is neutral."""
 
     @property
     def tied_output(self) -> bool:
