@@ -1,0 +1,261 @@
+"""Hybrid: the Python face of the runtime."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.errors import BadRequestError
+from hybrid.model.architectures import read_spec
+from hybrid.model.catalog import resolve_model
+from hybrid.model.file import ModelFile
+from hybrid.runtime.completion import Completion, Stream
+from hybrid.runtime.engine import Engine
+from hybrid.runtime.generate import Options, generate
+from hybrid.runtime.sampling import SamplingParams
+from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
+from hybrid.schedule.placement import Placement
+from hybrid.schedule.scheduler import Request, plan
+
+Message = Mapping[str, Any]
+
+
+class Hybrid:
+    """A model, its early layers on `device` in PyTorch and the rest on the CPU in llama.cpp.
+
+    with Hybrid("smollm2-135m", n_gpu_layers=15, device="cpu") as model:
+        print(model.generate("The capital of France is", max_tokens=16, temperature=0))
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        n_gpu_layers: int | str = "auto",
+        device: str | None = None,
+        n_ctx: int | None = None,
+        n_batch: int | None = None,
+        n_ubatch: int | None = None,
+        n_threads: int | None = None,
+        n_sequences: int = 1,
+        kv: str = "device",
+        kv_dtype: str = "f16",
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
+
+        `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
+        `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
+        "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
+        Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
+        """
+        start = time.perf_counter()
+        self._engine: Engine | None = None
+        self._progress = progress
+        self._file = ModelFile(resolve_model(model))
+        try:
+            spec = read_spec(self._file)
+            chosen = plan(
+                spec,
+                Request(
+                    n_gpu_layers=n_gpu_layers,
+                    device=device,
+                    n_ctx=n_ctx,
+                    n_batch=n_batch,
+                    n_ubatch=n_ubatch,
+                    n_threads=n_threads,
+                    n_sequences=n_sequences,
+                    kv=kv,
+                    kv_dtype=kv_dtype,
+                ),
+            )
+            self._notes = list(chosen.notes)
+            self._engine = Engine(self._file, spec, chosen.placement, progress=progress)
+            if self._engine.head is not None:
+                self._notes += self._engine.head.notes
+            self._template: ChatTemplate | None = None
+        except BaseException:
+            self.close()
+            raise
+        self._load_s = time.perf_counter() - start
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def model_path(self) -> Path:
+        """The file that is open (the first shard of several)."""
+        return self._file.path
+
+    @property
+    def placement(self) -> Placement:
+        """What runs where."""
+        return self.engine.placement
+
+    @property
+    def engine(self) -> Engine:
+        """The two halves, for those who want to drive them themselves. Raises BadRequestError once closed."""
+        if self._engine is None:
+            raise BadRequestError("This model is closed.")
+        return self._engine
+
+    @property
+    def notes(self) -> list[str]:
+        """One-line facts the user should know: what `auto` chose and why, the context's size, expanded types."""
+        return self._notes
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens the context holds."""
+        return self.placement.n_ctx
+
+    @property
+    def n_used(self) -> int:
+        """Tokens in the context now."""
+        return len(self.engine.tokens())
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`; `add_special` puts BOS (and EOS) where the model wants them. Text that looks like a
+        control token stays text unless `parse_special`."""
+        return self.engine.vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, control tokens left out."""
+        return self.engine.vocabulary.detokenize(list(tokens))
+
+    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        """The logits after every token, [n_tokens, n_vocab] float32, from an empty context (which is left empty)."""
+        engine = self.engine
+        self._check(tokens)
+        with engine.scoring():
+            engine.trim(0)
+            rows = engine.evaluate(list(tokens), outputs="all")
+            engine.trim(0)
+        assert rows is not None
+        return rows
+
+    # -- text ----------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: str | Sequence[int], *, stream: Literal[True], **options: Any) -> Stream: ...
+    @overload
+    def generate(self, prompt: str | Sequence[int], *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 0.95,
+        min_p: float = 0.05,
+        repeat_penalty: float = 1.0,
+        repeat_last_n: int = 64,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        ignore_eos: bool = False,
+        stream: bool = False,
+    ) -> Completion | Stream:
+        """Continue `prompt` (text, or token ids used as they are).
+
+        Returns a Completion (a str), or with `stream` an iterator of pieces. `temperature` 0 is greedy; `max_tokens`
+        None runs until the model ends or the context is full (`finish_reason` "length"). A stop string ends the text
+        and is not part of it. Raises BadRequestError if the prompt does not fit the context.
+        """
+        options = Options(
+            sampling=SamplingParams(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repeat_penalty=repeat_penalty,
+                repeat_last_n=repeat_last_n,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                seed=seed,
+                logit_bias=dict(logit_bias or {}),
+            ),
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            ignore_eos=ignore_eos,
+        )
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self._check(tokens)
+        result: list[Completion] = []
+        cancel: list[bool] = []
+        pieces = Stream(self._pieces(tokens, options, result, cancel), result, cancel)
+        if stream:
+            return pieces
+        for _ in pieces:
+            pass
+        return result[0]
+
+    @overload
+    def chat(self, messages: Sequence[Message], *, stream: Literal[True], **options: Any) -> Stream: ...
+    @overload
+    def chat(self, messages: Sequence[Message], *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
+    def chat(self, messages: Sequence[Message], *, stream: bool = False, **options: Any) -> Completion | Stream:
+        """The assistant's next message in a conversation of {"role", "content"} messages, by the model's own chat
+        template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
+        template = self.chat_template
+        tokens = encode_chat(template, self.engine.vocabulary, messages)
+        stop = options.pop("stop", ())
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        return self.generate(tokens, stream=stream, stop=stops + list(template.stop), **options)  # type: ignore[call-overload,no-any-return]
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The compiled chat template; says in `notes`, once, where it is not the model's own."""
+        if self._template is None:
+            vocabulary = self.engine.vocabulary
+            self._template = compile_template(
+                vocabulary.chat_template, bos_token=vocabulary.bos_text, eos_token=vocabulary.eos_text
+            )
+            if self._template.note:
+                self._notes.append(self._template.note)
+        return self._template
+
+    def close(self) -> None:
+        """Free both halves and the file. Calling it again does nothing."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        self._file.close()
+
+    def __enter__(self) -> Hybrid:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        n_vocab = self.engine.vocabulary.n_vocab
+        for token in tokens:
+            if not 0 <= token < n_vocab:
+                raise BadRequestError(f"Token {token} is not in this model's vocabulary of {n_vocab}.")
+        if not tokens:
+            raise BadRequestError("The prompt is empty.")
+
+    def _pieces(
+        self, tokens: list[int], options: Options, result: list[Completion], cancel: list[bool]
+    ) -> Generator[str, None, None]:
+        progress = self._progress
+        completion = yield from generate(
+            self.engine,
+            tokens,
+            options,
+            load_s=self._load_s,
+            cancelled=lambda: bool(cancel),
+            on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
+        )
+        result.append(completion)

@@ -1,0 +1,352 @@
+"""Engine: Head and Tail running one Placement."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.errors import BadRequestError, Cancelled
+from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec
+from hybrid.runtime.boundary import Boundary, Parcel
+from hybrid.schedule.placement import Placement
+
+if TYPE_CHECKING:
+    from hybrid.head.head import Head
+    from hybrid.runtime.sampling import Sampler
+    from hybrid.tail.tail import Tail
+    from hybrid.tail.vocab import Vocabulary
+
+Outputs = Literal["last", "all"]
+Logits = npt.NDArray[np.float32]
+
+INLINE_TOKENS = 8
+"""Batches up to this size run on the caller's thread: over before Ctrl-C matters, and decode pays for no hand-over."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens of one sequence that are evaluated together, at most n_batch of them. All arrays are [n_tokens]."""
+
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    seqs: npt.NDArray[np.int32]
+    outputs: npt.NDArray[np.bool_]
+
+
+class Engine:
+    """The early layers (`head`, torch) and the late ones (`tail`, llama.cpp) as one model with one KV state.
+
+    `head` is None at k = 0, `tail` at k = L. Both hold the same tokens of every sequence, also after an error or an
+    interruption: what one half has beyond the other is rolled back. The head works on a thread of its own, with the
+    placement's thread count; the tail on the caller's for decode and on a second thread for prefill, so that the
+    halves overlap and Ctrl-C reaches the caller.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        placement: Placement,
+        *,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> None:
+        self.file, self.spec, self.placement = file, spec, placement
+        self.head: Head | None = None
+        self.tail: Tail | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._boundary: Boundary | None = None
+        self._stop = threading.Event()
+        self._tokens: list[list[int]] = [[] for _ in range(placement.n_sequences)]
+        self._logits: Logits | None = None
+        self._tail_thread = ThreadPoolExecutor(1, "hybrid-tail")
+        self._head_thread = ThreadPoolExecutor(1, "hybrid-head")
+        try:
+            self._load(progress or (lambda part, done: None))
+        except BaseException:
+            self.close()
+            raise
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """llama.cpp's tokenizer for this model."""
+        assert self._vocabulary is not None
+        return self._vocabulary
+
+    def tokens(self, seq: int = 0) -> tuple[int, ...]:
+        """The tokens both halves hold for `seq`, by position."""
+        return tuple(self._tokens[seq])
+
+    def reuse(self, tokens: Sequence[int], seq: int = 0) -> int:
+        """Roll `seq` back to the longest prefix it shares with `tokens`, less the last token, whose logits are wanted.
+
+        Returns how many tokens are kept; evaluate the rest. Where a half cannot go back there (a sliding window
+        has moved on), the sequence is emptied and 0 returned: right instead of fast.
+        """
+        old = self._tokens[seq]
+        keep = 0
+        for ours, theirs in zip(old, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            keep += 1
+        return self.trim(keep, seq) if keep < len(old) else keep
+
+    def trim(self, n: int, seq: int = 0) -> int:
+        """Forget every token of `seq` from position n on, in both halves. Returns n, or 0 where that was impossible."""
+        halves = [half for half in (self.head and self.head.cache, self.tail) if half is not None]
+        if any(half.trim(seq, n) != n for half in halves):
+            n = 0
+            for half in halves:
+                half.trim(seq, 0)
+        del self._tokens[seq][n:]
+        return n
+
+    # -- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self,
+        tokens: Sequence[int],
+        seq: int = 0,
+        *,
+        outputs: Outputs = "last",
+        progress: Callable[[int], None] | None = None,
+    ) -> Logits | None:
+        """Append `tokens` to `seq` through both halves.
+
+        `outputs="all"` returns every token's logits, [n_tokens, n_vocab] float32 (inside `scoring` only, where a tail
+        is involved); "last" keeps the last token's for `sample` and `last_logits`. `progress` gets the number of
+        tokens done after each chunk. Raises BadRequestError if the context has no room. If interrupted, the sequence
+        holds what both halves had finished, or nothing.
+        """
+        held = self._tokens[seq]
+        if not tokens:
+            raise BadRequestError("There is nothing to evaluate: the prompt has no tokens.")
+        if len(held) + len(tokens) > self.placement.n_ctx:
+            raise BadRequestError(
+                f"{len(held) + len(tokens)} tokens do not fit the context of {self.placement.n_ctx} tokens."
+            )
+        chunks = list(self._chunks(tokens, len(held), seq, outputs))
+        rows: list[Logits] = []
+
+        def finish(chunk: Chunk, front: Parcel | Logits | None) -> None:
+            self._back(chunk, front)
+            held.extend(chunk.tokens.tolist())
+            if outputs == "all":
+                rows.append(self._logits if self.tail is None else self.tail.logits_block().copy())  # type: ignore[arg-type]
+
+        self._stop.clear()
+        try:
+            if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
+                finish(chunks[0], self._on_head_thread(chunks[0]))
+            else:
+                self._pipeline(chunks, finish, progress or (lambda n: None))
+        except BaseException:
+            self.trim(len(held), seq)  # the halves may hold more than both have finished
+            raise
+        return np.concatenate(rows) if outputs == "all" else None
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Within this block all-token outputs are possible: llama.cpp needs room for n_batch rows of logits.
+
+        Entering and leaving empties every sequence.
+        """
+        if self.tail is None:
+            yield
+            return
+        self._reopen_tail(self.placement.n_batch)
+        try:
+            yield
+        finally:
+            self._reopen_tail(None)
+
+    def sample(self, sampler: Sampler) -> int:
+        """The next token from the last evaluated token's logits."""
+        if self.tail is not None:
+            return sampler.sample_from(self.tail.context, -1)
+        return sampler.sample(self.last_logits())
+
+    def last_logits(self) -> Logits:
+        """The last evaluated token's logits, [n_vocab]; valid until the next evaluation."""
+        if self.tail is not None:
+            return self.tail.logits(-1)
+        if self._logits is None:
+            raise BadRequestError("There are no logits yet: evaluate a token first.")
+        return self._logits[-1]
+
+    def close(self) -> None:
+        """Free both halves. Calling it again does nothing."""
+        self._stop.set()
+        self._head_thread.shutdown(wait=True)
+        self._tail_thread.shutdown(wait=True)
+        for part in (self._vocabulary, self.tail, self.head):
+            if part is not None:
+                part.close()
+        self.head = self.tail = self._vocabulary = self._boundary = self._logits = None
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _chunks(self, tokens: Sequence[int], start: int, seq: int, outputs: Outputs) -> Iterator[Chunk]:
+        ids = np.asarray(tokens, np.int32)
+        wanted = np.full(len(ids), outputs == "all")
+        wanted[-1] = True
+        for i in range(0, len(ids), self.placement.n_batch):
+            part = slice(i, i + self.placement.n_batch)
+            n = len(ids[part])
+            positions = np.arange(start + i, start + i + n, dtype=np.int32)
+            yield Chunk(ids[part], positions, np.full(n, seq, np.int32), wanted[part])
+
+    def _front(self, chunk: Chunk) -> Parcel | Logits | None:
+        """The head's part, on the head's thread: a hidden state under way, or at k = L the wanted logits."""
+        assert self.head is not None
+        hidden = self.head.forward(chunk.tokens, chunk.positions, chunk.seqs)
+        if self._boundary is not None:
+            return self._boundary.send(hidden)
+        if not chunk.outputs.any():
+            return None
+        rows: Logits = self.head.logits(hidden[chunk.outputs.nonzero()[0]]).cpu().numpy()
+        return rows
+
+    def _back(self, chunk: Chunk, front: Parcel | Logits | None) -> None:
+        """The tail's part: from tokens (k = 0) or hidden states to logits; at k = L they are there already."""
+        if not isinstance(front, Parcel):
+            if self.tail is not None:
+                self.tail.decode(chunk.tokens, chunk.positions, chunk.seqs, chunk.outputs)
+            elif front is not None:
+                self._logits = front
+            return
+        assert self.tail is not None
+        try:
+            self.tail.decode(front.open(), chunk.positions, chunk.seqs, chunk.outputs)
+        finally:
+            front.release()
+
+    def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
+        return None if self.head is None else self._head_thread.submit(self._front, chunk).result()
+
+    def _pipeline(
+        self,
+        chunks: Sequence[Chunk],
+        finish: Callable[[Chunk, Parcel | Logits | None], None],
+        progress: Callable[[int], None],
+    ) -> None:
+        """While the tail finishes chunk i, the head works on chunk i + 1. The caller only waits and reports."""
+        ready: queue.SimpleQueue[tuple[Chunk, Parcel | Logits | None] | None] = queue.SimpleQueue()
+        done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+        def produce() -> None:
+            try:
+                for chunk in chunks:
+                    if self._stop.is_set():
+                        return
+                    ready.put((chunk, None if self.head is None else self._front(chunk)))
+            finally:
+                ready.put(None)
+
+        def consume() -> None:
+            try:
+                while (item := ready.get()) is not None:
+                    if self._stop.is_set():
+                        _drop(item[1])
+                    else:
+                        finish(*item)
+                        done.put(len(item[0].tokens))
+            except BaseException:
+                self._stop.set()
+                while (item := ready.get()) is not None:  # the head may be waiting for a buffer
+                    _drop(item[1])
+                raise
+            finally:
+                done.put(None)
+
+        if self.head is None:
+            produce()
+            jobs = [self._tail_thread.submit(consume)]
+        else:
+            jobs = [self._head_thread.submit(produce), self._tail_thread.submit(consume)]
+        finished = 0
+        try:
+            while (n := done.get()) is not None:
+                finished += n
+                progress(finished)
+        except BaseException:
+            self._stop.set()
+            if self.tail is not None:
+                self.tail.abort()
+            raise
+        finally:
+            _wait(jobs)
+        for job in jobs:
+            job.result()
+
+    def _load(self, progress: Callable[[str, float], None]) -> None:
+        """Both halves at the same time; the first failure (or Ctrl-C) stops the other."""
+        k, n_layers = self.placement.n_gpu_layers, self.spec.n_layers
+        jobs: list[Future[None]] = []
+        if k > 0:
+            jobs.append(self._head_thread.submit(self._load_head, lambda done: progress("head", done)))
+        if k < n_layers:
+            jobs.append(self._tail_thread.submit(self._load_tail, lambda done: progress("tail", done)))
+        else:
+            jobs.append(self._tail_thread.submit(self._load_vocabulary))
+        try:
+            wait(jobs, return_when=FIRST_EXCEPTION)
+        finally:
+            if not all(job.done() and job.exception() is None for job in jobs):
+                self._stop.set()
+            _wait(jobs)
+        for job in sorted(jobs, key=lambda job: isinstance(job.exception(), Cancelled)):  # the cause before its effect
+            job.result()
+        if self.head is not None and self.tail is not None:
+            self._boundary = Boundary(self.placement.device, self.placement.n_batch, self.spec.n_embd)
+
+    def _load_head(self, progress: Callable[[float], None]) -> None:
+        from hybrid.head.head import Head  # torch: 1.4 s, and k = 0 never pays it
+
+        self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=self._stop.is_set)
+
+    def _load_tail(self, progress: Callable[[float], None]) -> None:
+        from hybrid.tail.tail import Tail
+
+        self.tail = Tail(self.file, self.spec, self.placement, progress=progress, cancelled=self._stop.is_set)
+        self._vocabulary = self.tail.vocabulary
+
+    def _load_vocabulary(self) -> None:
+        from hybrid.tail.vocab import Vocabulary
+
+        self._vocabulary = Vocabulary.open(self.file.path)
+
+    def _reopen_tail(self, n_outputs_max: int | None) -> None:
+        assert self.tail is not None
+        self.tail.reopen(n_outputs_max)
+        for seq in range(self.placement.n_sequences):
+            self.trim(0, seq)
+
+
+def _drop(front: Parcel | Logits | None) -> None:
+    """Give back the buffer of a hidden state nobody will read."""
+    if isinstance(front, Parcel):
+        front.release()
+
+
+def _wait(jobs: Sequence[Future[Any]]) -> None:
+    """Until every job is over, however often Ctrl-C is pressed: both halves must be idle before they are trimmed."""
+    interrupted = False
+    while True:
+        try:
+            wait(jobs)
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        raise KeyboardInterrupt

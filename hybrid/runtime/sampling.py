@@ -1,0 +1,145 @@
+"""Sampling: llama.cpp's own sampler chain, for logits of either half."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.errors import BadRequestError, EngineError
+
+RANDOM_SEED = 0xFFFFFFFF
+"""llama.cpp's LLAMA_DEFAULT_SEED: draw a fresh seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """What llama.cpp's `common_params_sampling` calls the same; defaults are llama-cli's. `temperature` 0 is greedy."""
+
+    temperature: float = 0.8
+    top_k: int = 40
+    """0 or negative: off."""
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64
+    """Tokens the penalties look back on; 0: off."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> value added to its logit; -inf bans it."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repeat_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise BadRequestError(f"{name} must be a finite number, not {value!r}.")
+        if self.temperature < 0:
+            raise BadRequestError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadRequestError(f"{name} must lie between 0 and 1, not {getattr(self, name)}.")
+        if self.repeat_penalty <= 0:
+            raise BadRequestError(f"repeat_penalty must be above 0 (1 switches it off), not {self.repeat_penalty}.")
+        for name in ("top_k", "repeat_last_n"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not -1 <= value < 2**31:
+                raise BadRequestError(f"{name} must be a whole number of -1 or more, not {value!r}.")
+        if self.seed is not None and not (isinstance(self.seed, int) and -1 <= self.seed <= RANDOM_SEED):
+            raise BadRequestError(f"seed must be a whole number between 0 and {RANDOM_SEED}, not {self.seed!r}.")
+        if any(math.isnan(bias) for bias in self.logit_bias.values()):
+            raise BadRequestError("logit_bias values must be numbers, not nan.")
+
+
+class Sampler:
+    """One chain for one sequence: logit bias, penalties, then greedy or top-k, top-p, min-p, temperature, draw
+    (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them."""
+
+    def __init__(self, params: SamplingParams, n_vocab: int) -> None:
+        import llama_cpp.llama_cpp as lib
+
+        self._lib: Any = lib
+        self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if not self._chain:
+            raise EngineError("llama.cpp could not make a sampler chain.")
+        for sampler in _samplers(lib, params, n_vocab):
+            lib.llama_sampler_chain_add(self._chain, sampler)
+        self._ids = np.arange(n_vocab, dtype=np.int32)
+        self._candidates: npt.NDArray[Any] | None = None
+
+    def sample_from(self, context: Any, index: int) -> int:
+        """The next token from output `index` of a llama.cpp context's last decode; accepted into the penalties."""
+        return int(self._lib.llama_sampler_sample(self._chain, context, index))
+
+    def sample(self, logits: npt.NDArray[np.float32]) -> int:
+        """The next token from `logits` [n_vocab] that llama.cpp did not compute; accepted into the penalties."""
+        if self._candidates is None:
+            dtype = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+            self._candidates = np.empty(len(self._ids), dtype)
+        self._candidates["id"] = self._ids  # the chain reorders them in place
+        self._candidates["logit"] = logits
+        self._candidates["p"] = 0.0
+        lib = self._lib
+        data = ctypes.cast(self._candidates.ctypes.data, lib.llama_token_data_p)
+        array = lib.llama_token_data_array(data, len(self._ids), -1, False)
+        lib.llama_sampler_apply(self._chain, ctypes.byref(array))
+        if not 0 <= array.selected < array.size:
+            raise EngineError("llama.cpp's sampler chose no token (are the logits finite?).")
+        token = int(array.data[array.selected].id)
+        lib.llama_sampler_accept(self._chain, token)
+        return token
+
+    def accept(self, tokens: Iterable[int]) -> None:
+        """Let the penalties see tokens that were not sampled here."""
+        for token in tokens:
+            self._lib.llama_sampler_accept(self._chain, token)
+
+    def close(self) -> None:
+        """Free the chain; calling it again does nothing."""
+        if self._chain:
+            self._lib.llama_sampler_free(self._chain)
+            self._chain = None
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _samplers(lib: Any, params: SamplingParams, n_vocab: int) -> Iterable[Any]:
+    if params.logit_bias:
+        for token in params.logit_bias:
+            if not 0 <= token < n_vocab:
+                raise BadRequestError(f"logit_bias names token {token}, but the vocabulary has {n_vocab} tokens.")
+        bias = (lib.llama_logit_bias * len(params.logit_bias))(*params.logit_bias.items())
+        yield lib.llama_sampler_init_logit_bias(n_vocab, len(params.logit_bias), bias)
+    if params.repeat_last_n and (params.repeat_penalty != 1 or params.frequency_penalty or params.presence_penalty):
+        yield lib.llama_sampler_init_penalties(
+            n_vocab, params.repeat_last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
+        )
+    if params.temperature == 0:
+        yield lib.llama_sampler_init_greedy()
+        return
+    if params.top_k > 0:
+        yield lib.llama_sampler_init_top_k(params.top_k)
+    if params.top_p < 1:
+        yield lib.llama_sampler_init_top_p(params.top_p, 1)
+    if params.min_p > 0:
+        yield lib.llama_sampler_init_min_p(params.min_p, 1)
+    yield lib.llama_sampler_init_temp(params.temperature)
+    seed = RANDOM_SEED if params.seed in (None, -1) else params.seed
+    yield lib.llama_sampler_init_dist(seed)

@@ -1,0 +1,215 @@
+"""Scheduler: turns what the user asked for into a Placement, and says in one line why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
+from hybrid.model.spec import ModelSpec
+from hybrid.model.splits import allowed_n_gpu_layers, split_refusal
+from hybrid.schedule import ledger
+from hybrid.schedule.machine import available_ram, usable_cores
+from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
+
+DEFAULT_N_CTX = 4096
+"""The context without -c, where the model was trained for it and memory allows it."""
+DEFAULT_N_BATCH = 512
+CONTEXT_SHARE = 0.25
+"""The share of available memory that a context nobody asked for may take."""
+VRAM_RESERVE = 512 << 20
+"""Bytes of VRAM left to the desktop by `auto`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asked for; None means "you choose"."""
+
+    n_gpu_layers: int | str = "auto"
+    device: str | None = None
+    n_ctx: int | None = None
+    n_batch: int | None = None
+    n_ubatch: int | None = None
+    n_threads: int | None = None
+    n_sequences: int = 1
+    kv: str = "device"
+    kv_dtype: str = "f16"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement and the one-line facts the user should know about it."""
+
+    placement: Placement
+    notes: tuple[str, ...]
+
+
+def plan(spec: ModelSpec, request: Request) -> Plan:
+    """Choose a placement.
+
+    Raises BadRequestError for a senseless request, UnsupportedError where this machine or version cannot serve it
+    (GPU layers without a GPU, a k the architecture forbids), OutOfMemoryError where it cannot fit.
+    """
+    notes: list[str] = []
+    kv, kv_dtype = _checked_kv(request)
+    n_sequences = _positive("n_sequences", request.n_sequences)
+    cores = _positive("n_threads", request.n_threads) if request.n_threads is not None else usable_cores()
+    layers = _wanted_layers(request.n_gpu_layers, spec)
+    device = _device(request, layers)
+    base = Placement(
+        device=device or "cpu",
+        n_gpu_layers=layers or 0,
+        n_ctx=1,
+        n_sequences=n_sequences,
+        kv=kv,
+        kv_dtype=kv_dtype,
+    )
+    n_ctx = _context(spec, base, request.n_ctx, notes)
+    n_batch = min(_positive("n_batch", request.n_batch or DEFAULT_N_BATCH), n_ctx)
+    n_ubatch = min(_positive("n_ubatch", request.n_ubatch or n_batch), n_batch)
+    base = replace(base, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch)
+    if layers is None:
+        layers = _auto_layers(spec, base, device, notes)
+        base = replace(base, n_gpu_layers=layers)
+    if layers and base.device == "cpu":
+        notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
+    placement = _with_threads(base, spec, cores)
+    _check_memory(spec, placement)
+    return Plan(placement, tuple(notes))
+
+
+def _positive(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise BadRequestError(f"{name} must be a whole number of 1 or more, not {value!r}.")
+    return value
+
+
+def _checked_kv(request: Request) -> tuple[KVStrategy, KVDtype]:
+    for strategy in KV_STRATEGIES:
+        if strategy == request.kv:
+            break
+    else:
+        raise BadRequestError(f"kv must be one of {', '.join(KV_STRATEGIES)}, not {request.kv!r}.")
+    for dtype in KV_DTYPES:
+        if dtype == request.kv_dtype:
+            break
+    else:
+        raise BadRequestError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {request.kv_dtype!r}.")
+    if strategy != "device":
+        raise UnsupportedError(f"The KV strategy {strategy!r} is not in this version; use --kv device.")
+    return strategy, dtype
+
+
+def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
+    """The k asked for, clamped to L; None for auto. Raises where the architecture cannot be split there."""
+    if isinstance(asked, str):
+        word = asked.strip().lower()
+        if word == "auto":
+            return None
+        if word == "all":
+            asked = spec.n_layers
+        elif word.lstrip("-").isdigit():
+            asked = int(word)
+        else:
+            raise BadRequestError(f"n_gpu_layers must be a number, 'all' or 'auto', not {asked!r}.")
+    if isinstance(asked, bool) or asked < 0:
+        raise BadRequestError(f"n_gpu_layers must be 0 or more, 'all' or 'auto', not {asked!r}.")
+    k = min(asked, spec.n_layers)
+    if refusal := split_refusal(spec, k):
+        raise UnsupportedError(f"This model cannot run with {k} layers on the GPU: {refusal}")
+    return k
+
+
+def _gpu() -> str | None:
+    """The default accelerator, without importing torch where there is plainly none (the import costs over a second)."""
+    nvidia = any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    apple = sys.platform == "darwin"
+    if not nvidia and not apple:
+        return None
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if apple and torch.backends.mps.is_available() else None
+
+
+def _device(request: Request, layers: int | None) -> str | None:
+    """The head's device; None where there is no GPU and none is needed."""
+    if request.device is not None or layers == 0:
+        return request.device
+    device = _gpu()
+    if device is None and layers:
+        raise UnsupportedError(
+            "There is no GPU here that PyTorch can use; use -ngl 0, or --device cpu to emulate one on the CPU."
+        )
+    return device
+
+
+def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[str]) -> int:
+    if asked is not None and asked != 0:  # llama.cpp's 0 means "as trained"
+        n_ctx = _positive("n_ctx", asked)
+        if n_ctx > spec.n_ctx_train:
+            notes.append(f"A context of {n_ctx} is longer than the {spec.n_ctx_train} this model was trained for.")
+        return n_ctx
+    if asked == 0:
+        return spec.n_ctx_train
+    n_ctx = min(DEFAULT_N_CTX, spec.n_ctx_train)
+    budget = int(available_ram() * CONTEXT_SHARE)
+    while n_ctx > 256 and ledger.kv_bytes(spec, replace(base, n_ctx=n_ctx)) > budget:
+        n_ctx //= 2
+    notes.append(f"Context: {n_ctx} tokens of the {spec.n_ctx_train} the model was trained for (change it with -c).")
+    return n_ctx
+
+
+def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: list[str]) -> int:
+    if device is None:
+        notes.append("No GPU that PyTorch can use: all layers run on the CPU in llama.cpp.")
+        return 0
+    if device == "cpu":
+        notes.append("An emulated GPU is never faster than llama.cpp: all layers run on the CPU (-ngl sets another k).")
+        return 0
+    import torch
+
+    if device.startswith("cuda"):
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        free = total = available_ram()
+    for k in sorted(allowed_n_gpu_layers(spec), reverse=True):
+        placement = replace(base, n_gpu_layers=k)
+        need = ledger.head_weight_bytes(spec, placement) + ledger.kv_bytes(spec, placement, 0, k)
+        if k == 0 or need + VRAM_RESERVE <= free:
+            break
+    notes.append(
+        f"{k} of {spec.n_layers} layers on {device}: {need / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB free "
+        f"({total / 2**30:.1f} GiB in all, {VRAM_RESERVE >> 20} MiB kept for the desktop)."
+    )
+    return k
+
+
+def _with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
+    """The pools that work at the same time never exceed the cores together."""
+    k = base.n_gpu_layers
+    if k == 0:
+        head, beside = 1, cores
+    elif k == spec.n_layers:
+        head, beside = (cores if base.device == "cpu" else 1), cores
+    else:
+        head = max(1, cores // 2) if base.device == "cpu" else 1
+        beside = max(1, cores - head)
+    return replace(base, n_threads_head=head, n_threads_tail=cores, n_threads_tail_batch=beside, n_threads_attend=cores)
+
+
+def _check_memory(spec: ModelSpec, placement: Placement) -> None:
+    k = placement.n_gpu_layers
+    need = ledger.kv_bytes(spec, placement, k)
+    if k > 0:
+        need += ledger.tail_weight_bytes(spec, placement)
+    if placement.device == "cpu" and k > 0:
+        need += ledger.head_weight_bytes(spec, placement) + ledger.kv_bytes(spec, placement, 0, k)
+    available = available_ram()
+    if need > available:
+        raise OutOfMemoryError(
+            f"This needs {need / 2**30:.1f} GiB of RAM, but {available / 2**30:.1f} GiB are available; "
+            "use a shorter context (-c) or fewer layers."
+        )
