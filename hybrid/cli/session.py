@@ -1,0 +1,96 @@
+"""What the commands that run a model share: opening it, reading a prompt, saying what it noted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hybrid.cli.options import PLACEMENT, pick
+from hybrid.cli.progress import ProgressBar
+from hybrid.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from hybrid import Completion, Hybrid
+
+
+class Session:
+    """A loaded model and the terminal beside it."""
+
+    def __init__(self, model: Hybrid, progress: ProgressBar) -> None:
+        self.model = model
+        self.progress = progress
+        self._said = 0
+
+    def say_notes(self) -> None:
+        """Print the model's notes that were not printed yet, on stderr."""
+        self.progress.clear()
+        for note in self.model.notes[self._said :]:
+            click.echo(note, err=True)
+        self._said = len(self.model.notes)
+
+
+@contextmanager
+def open_session(model: str | None, options: Mapping[str, Any]) -> Iterator[Session]:
+    """Load `model` as the placement options say; notes and a progress bar go to stderr."""
+    from hybrid import Hybrid
+
+    progress = ProgressBar()
+    try:
+        with Hybrid(model, progress=progress, **pick(PLACEMENT, options)) as loaded:
+            session = Session(loaded, progress)
+            session.say_notes()
+            yield session
+    finally:
+        progress.clear()
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """The prompt from -p, -f or stdin. A file's and stdin's last line end is not part of it, as in llama.cpp.
+
+    Raises a usage error where there is none or more than one, BadRequestError for text that is not UTF-8.
+    """
+    if text is not None and file is not None:
+        raise click.UsageError("Give the prompt with -p or -f, not both")
+    if text is not None:
+        return checked_text(text)
+    if file is None and sys.stdin.isatty():
+        raise click.UsageError("Give a prompt with -p TEXT, -f FILE or on stdin")
+    if file is None or file == "-":
+        return _decode(sys.stdin.buffer.read(), "stdin")
+    try:
+        with open(file, "rb") as f:
+            return _decode(f.read(), file)
+    except OSError as e:
+        raise BadRequestError(f"{file} cannot be read: {e.strerror}.") from e
+
+
+def checked_text(text: str) -> str:
+    """An argument of the command line as text; Python smuggles bytes that are not UTF-8 as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise BadRequestError("The prompt is not valid UTF-8 text.") from e
+    return text
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as e:
+        raise BadRequestError(f"The prompt from {name} is not valid UTF-8 text (byte {e.start}).") from e
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def result_object(model: Hybrid, completion: Completion) -> dict[str, Any]:
+    """What `--json` prints for a completion."""
+    return {"model": str(model.model_path), **completion.to_dict()}
+
+
+def say_if_full(model: Hybrid, completion: Completion, max_tokens: int | None) -> None:
+    """Say on stderr that the context ended the text, where it was not the limit that did."""
+    if completion.finish_reason == "length" and (max_tokens is None or len(completion.tokens) < max_tokens):
+        click.echo(f"The context of {model.n_ctx} tokens is full; -c makes it larger.", err=True)
