@@ -1,0 +1,49 @@
+# make chat       set everything up, then chat with a small model (answers a prompt piped into it, too)
+# make test       set everything up, then lint, types and tests
+# make test-all   the same with the slow tests
+# make clean      remove the environment and everything built
+#
+# What was done once is remembered in stamp files inside .venv: a second run goes straight to the point.
+
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO := smollm2-135m
+NATIVE := $(wildcard native/*.cpp native/*.hpp)
+SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.txt $(NATIVE)
+
+.PHONY: chat test test-all check models clean
+
+chat: $(VENV)/.run
+	@$(BIN)/hybrid models pull $(DEMO) </dev/null >&2
+	@$(BIN)/hybrid chat $(DEMO)
+
+test: check models
+	$(BIN)/pytest -m "not slow"
+
+test-all: check models
+	$(BIN)/pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+# Gemma is under Google's terms, which a person has to accept; its tests are skipped, visibly, where nobody did.
+models: $(VENV)/.dev
+	$(BIN)/hybrid models pull $(DEMO)
+	@case ",$$HYBRID_ACCEPT_LICENSE," in \
+	*,gemma,*) echo $(BIN)/hybrid models pull gemma3-270m && $(BIN)/hybrid models pull gemma3-270m ;; \
+	*) echo "Without HYBRID_ACCEPT_LICENSE=gemma the tests with Gemma are skipped." ;; \
+	esac
+
+$(VENV)/.run: $(SETUP)
+	@scripts/setup_env.sh
+	@touch $@
+
+$(VENV)/.dev: $(SETUP)
+	@scripts/setup_env.sh dev
+	@touch $@ $(VENV)/.run
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

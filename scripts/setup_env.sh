@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Make or update .venv with this project installed in it (editable).   scripts/setup_env.sh [dev]
+# Called by the Makefile. Versions come from constraints.txt; PYTHON chooses the interpreter (default python3).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+exec </dev/null # the prompt piped into `make chat` is not for us
+
+python=${PYTHON:-python3}
+venv=.venv
+say() { printf '\n== %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2 && exit 2; }
+
+check_machine() {
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "Python 3.11 or newer is needed as '$python' (PYTHON=/path/to/python3 make … names another)."
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        die "Python's venv module is missing; on Debian and Ubuntu: sudo apt install python3-venv"
+    command -v c++ >/dev/null || command -v g++ >/dev/null ||
+        die "A C++ compiler is missing; on Debian and Ubuntu: sudo apt install build-essential"
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+        die "Python's headers are missing; on Debian and Ubuntu: sudo apt install python3-dev"
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+has_nvidia_gpu() {
+    [ -e /proc/driver/nvidia ] || [ -e /dev/dxg ] || nvidia-smi >/dev/null 2>&1
+}
+
+# On Linux, torch's default wheel brings gigabytes of CUDA. Without an NVIDIA GPU we want the CPU build: where pip
+# already knows one (a mirror, a wheel directory) take it there, else from PyTorch's index, else the default after all.
+install_torch() {
+    local torch
+    torch=$(grep '^torch==' constraints.txt)
+    if [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then
+        pip install "$torch"
+    else
+        pip install "$torch+cpu" 2>/dev/null ||
+            pip install "$torch+cpu" --extra-index-url https://download.pytorch.org/whl/cpu ||
+            pip install "$torch"
+    fi
+}
+
+installed() { "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1') != '$2')" 2>/dev/null; }
+
+check_machine
+export PIP_CONSTRAINT=constraints.txt # by environment, because it then holds for the tools of builds too
+if [ ! -x "$venv/bin/python" ]; then
+    say "Creating $venv"
+    "$python" -m venv "$venv"
+fi
+say "Installing PyTorch"
+install_torch
+llama=$(sed -n 's/^llama_cpp_python==//p' constraints.txt)
+if ! installed llama-cpp-python "$llama"; then
+    say "Compiling llama.cpp: 5 to 15 minutes, once"
+    pip install "llama-cpp-python==$llama"
+fi
+if [ "${1:-}" = dev ]; then
+    say "Installing this project and its development tools"
+    pip install -e '.[dev]'
+else
+    say "Installing this project"
+    pip install -e .
+fi
