@@ -52,7 +52,7 @@ def _unsupported(hparams: Hparams, table: TensorTable) -> str | None:
             return f"windowed layers with heads of their own ({hparams.prefix}{key}) cannot be split yet"
     extra = unknown_tensor(table, architecture)
     if extra is not None:
-        return f"its tensor {extra} is none that the GPU half knows"
+        return f"its tensor {extra!r} is none that the GPU half knows"
     return None
 
 

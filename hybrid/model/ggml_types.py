@@ -1,6 +1,6 @@
 """ggml's tensor types: how many weights make a block and how many bytes a block takes (`ggml/src/ggml-common.h`).
 
-The same figures as `gguf.GGML_QUANT_SIZES`, and the tests compare them; importing `gguf` costs a third of a second,
+The tests compare them with the library and with `gguf.GGML_QUANT_SIZES`; importing `gguf` costs a third of a second,
 which `hybrid models` and `hybrid plan` do not want to pay for a table of thirty-odd rows.
 """
 
@@ -25,7 +25,7 @@ GGML_TYPES: dict[int, GgmlType] = {
     6: GgmlType("Q5_0", 32, 22),
     7: GgmlType("Q5_1", 32, 24),
     8: GgmlType("Q8_0", 32, 34),
-    9: GgmlType("Q8_1", 32, 40),
+    9: GgmlType("Q8_1", 32, 36),
     10: GgmlType("Q2_K", 256, 84),
     11: GgmlType("Q3_K", 256, 110),
     12: GgmlType("Q4_K", 256, 144),
