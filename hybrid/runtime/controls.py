@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # Unicode sets these code points aside for a program's private use: no text should hold one.
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+LSTRIP, RSTRIP = 1 << 7, 1 << 8
+"""Bits of `llama_token_attr`."""
 C_SPACE = " \t\n\v\f\r"
 """What C's isspace accepts, by which llama.cpp strips around tokens marked so."""
 
@@ -59,13 +61,11 @@ def unused_marker(value: Any, controls: Collection[str]) -> str | None:
     return next((c for c in NONCHARACTERS if c not in used), None)
 
 
-def split(
-    text: str, controls: Mapping[str, int], *, strip_left: Collection[int] = (), strip_right: Collection[int] = ()
-) -> list[str | int]:
+def split(text: str, controls: Mapping[str, int], attributes: Callable[[int], int] = lambda _: 0) -> list[str | int]:
     """Cut `text` at control-token texts: ids in their place, no empty pieces.
 
-    `strip_left` and `strip_right` are the tokens that swallow the white space before and after them
-    (LSTRIP and RSTRIP in llama.cpp, `llama_vocab::impl::tokenizer_st_partition`).
+    A token whose `attributes` have LSTRIP or RSTRIP swallows the white space before or after it
+    (`llama_vocab::impl::tokenizer_st_partition` in llama.cpp).
     """
     pieces: list[str | int] = []
     begin = 0
@@ -73,10 +73,10 @@ def split(
         if start < begin:
             continue  # inside the token before
         token = controls[found]
-        plain = text[begin:start].rstrip(C_SPACE) if token in strip_left else text[begin:start]
+        plain = text[begin:start].rstrip(C_SPACE) if attributes(token) & LSTRIP else text[begin:start]
         pieces += [plain, token] if plain else [token]
         begin = start + len(found)
-        if token in strip_right:
+        if attributes(token) & RSTRIP:
             begin = len(text) - len(text[begin:].lstrip(C_SPACE))
     return pieces + [text[begin:]] * (begin < len(text))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,29 +25,24 @@ DEFAULT_STOP = ("\nUser:",)
 
 
 class ChatVocabulary(Protocol):
-    """What rendering needs to know of a vocabulary."""
+    """What rendering needs to know of a vocabulary (`hybrid.tail.vocab.Vocabulary` is one)."""
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
         """Text -> id of every control token."""
 
     @property
-    def bos_id(self) -> int | None:
-        """The token that begins a text, if the vocabulary has one."""
+    def bos(self) -> int:
+        """The token that begins a text; -1 where there is none."""
 
     @property
     def add_bos(self) -> bool:
         """Whether a prompt is to begin with it."""
 
-    @property
-    def strip_left(self) -> Collection[int]:
-        """Tokens that swallow the white space before them (llama.cpp's LSTRIP)."""
+    def attributes(self, token: int) -> int:
+        """The token's `llama_token_attr` bits."""
 
-    @property
-    def strip_right(self) -> Collection[int]:
-        """Tokens that swallow the white space after them (llama.cpp's RSTRIP)."""
-
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Ids of `text`."""
 
 
@@ -122,12 +117,12 @@ def encode_chat(
     guarded = [{**guard_all(m, controls, marker), "role": m["role"]} for m in messages]
     text = template.render(guarded, add_generation_prompt=add_generation_prompt)
     tokens: list[int] = []
-    for piece in split(text, controls, strip_left=vocabulary.strip_left, strip_right=vocabulary.strip_right):
+    for piece in split(text, controls, vocabulary.attributes):
         if isinstance(piece, int):
             tokens.append(piece)
         elif plain := piece.replace(marker, ""):
             tokens += vocabulary.tokenize(plain, add_special=False, parse_special=False)
-    return one_bos(tokens, vocabulary.bos_id, vocabulary.add_bos)
+    return one_bos(tokens, vocabulary.bos, vocabulary.add_bos)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
@@ -143,12 +138,12 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise BadRequestError(f"Message {i} needs a content that is text, not {kind}.")
 
 
-def one_bos(tokens: list[int], bos_id: int | None, add_bos: bool) -> list[int]:
+def one_bos(tokens: list[int], bos: int, add_bos: bool) -> list[int]:
     """`tokens` with exactly one BOS in front where the vocabulary wants one, and never two."""
-    if bos_id is None:
+    if bos < 0:
         return tokens
-    n = next((i for i, t in enumerate(tokens) if t != bos_id), len(tokens))
-    return [bos_id] * (add_bos or n > 0) + tokens[n:]
+    n = next((i for i, t in enumerate(tokens) if t != bos), len(tokens))
+    return [bos] * (add_bos or n > 0) + tokens[n:]
 
 
 def _fold_system(messages: Sequence[Message]) -> list[Message] | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid.errors import BadRequestError
-from hybrid.runtime.controls import guard, split
+from hybrid.runtime.controls import LSTRIP, RSTRIP, guard, split
 from hybrid.runtime.template import compile_template, encode_chat, one_bos
 
 CHATML = (
@@ -30,12 +30,13 @@ class Vocab:
     control_tokens: Mapping[str, int] = field(
         default_factory=lambda: {"<s>": 1, "<|im_start|>": 2, "<|im_end|>": 3, "<start_of_turn>": 4, "<end_of_turn>": 5}
     )
-    bos_id: int | None = 1
+    bos: int = 1
     add_bos: bool = True
-    strip_left: frozenset[int] = frozenset()
-    strip_right: frozenset[int] = frozenset()
 
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+    def attributes(self, token: int) -> int:
+        return 0
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         assert not add_special
         assert not parse_special
         return [1000 + ord(c) for c in text]
@@ -103,7 +104,7 @@ def test_the_longest_of_several_control_tokens_at_one_place_wins() -> None:
 
 
 def test_tokens_marked_to_strip_swallow_the_white_space_beside_them() -> None:
-    assert split("a \n<x> b", {"<x>": 1}, strip_left={1}, strip_right={1}) == ["a", 1, "b"]
+    assert split("a \n<x> b", {"<x>": 1}, lambda _: LSTRIP | RSTRIP) == ["a", 1, "b"]
     assert split("a <x> b", {"<x>": 1}) == ["a ", 1, " b"]
 
 
@@ -112,7 +113,7 @@ def test_bos_is_added_only_where_the_vocabulary_wants_it(add_bos: bool, expected
     assert one_bos([7], 1, add_bos) == expected
     assert one_bos([1, 7], 1, add_bos) == [1, 7]
     assert one_bos([1, 1, 7], 1, add_bos) == [1, 7]
-    assert one_bos([7], None, add_bos) == [7]
+    assert one_bos([7], -1, add_bos) == [7]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
