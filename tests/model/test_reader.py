@@ -72,6 +72,7 @@ def test_version_2_is_read_like_version_3(tmp_path: Path) -> None:
 def test_every_tensor_type_has_the_block_and_bytes_gguf_says() -> None:
     ours = {kind: (t.block, t.n_bytes) for kind, t in GGML_TYPES.items()}
     theirs = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    del theirs[int(T.Q8_1)]  # gguf says 40 bytes, ggml 36; no file stores it
     assert theirs.items() <= ours.items()
     for kind in theirs:
         assert GGML_TYPES[kind].name == T(kind).name
@@ -190,13 +191,9 @@ def test_whatever_gguf_writer_writes_is_read_back(
     writer.write_tensors_to_file()
     writer.close()
     with ModelFile(path) as file:
-        assert (
-            list(file.metadata) == ["general.architecture", *("x." + key for key in fields if fields[key][1] != "")]
-            or True
-        )
-        for key, (kind, value) in fields.items():
-            if kind == "string" and value == "":
-                continue  # GGUFWriter leaves empty strings out
+        written = {key: value for key, (_, value) in fields.items() if value != ""}  # GGUFWriter leaves "" out
+        assert list(file.metadata) == ["general.architecture", *("x." + key for key in written)]
+        for key, value in written.items():
             assert file.metadata["x." + key] == value
         assert list(file.tensors) == list(arrays)
         for name, array in arrays.items():
