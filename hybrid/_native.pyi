@@ -52,5 +52,5 @@ def log_callback() -> int:
 def log_count() -> int:
     """Lines logged so far: a mark for `log_since`."""
 
-def log_since(mark: int) -> list[tuple[int, bytes]]:
-    """(ggml_log_level, line) of the lines logged since the mark, as far as they are still kept."""
+def log_since(mark: int) -> list[tuple[int, int, bytes]]:
+    """(ggml_log_level, thread, line) of the lines logged since the mark, as far as they are still kept."""

@@ -6,7 +6,6 @@
 #include <deque>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace hybrid {
@@ -36,7 +35,11 @@ class Interrupt {
 // The latest lines of llama.cpp's log.
 class Log {
   public:
-    using Line = std::pair<int, std::string>; // ggml_log_level, text without its newline
+    struct Line {
+        int level = 0;            // ggml_log_level
+        std::uint64_t thread = 0; // who logged it, as Python's threading.get_ident() tells it
+        std::string text;         // without its newline
+    };
 
     // llama.cpp logs until the process ends, so the one Log is never destroyed.
     static Log& instance();
@@ -53,7 +56,7 @@ class Log {
     mutable std::mutex mutex_;
     std::deque<Line> lines_;
     std::uint64_t count_ = 0;
-    Line partial_{0, ""};
+    Line partial_;
 };
 
 } // namespace hybrid

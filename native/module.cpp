@@ -1,8 +1,8 @@
 // hybrid._native: the Python face of the native code.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
+
+#include <algorithm>
 
 #include "callbacks.hpp"
 #include "virtual_file.hpp"
@@ -84,9 +84,9 @@ NB_MODULE(_native, m) {
     m.def(
         "log_since",
         [](std::uint64_t mark) {
-            std::vector<std::pair<int, nb::bytes>> lines;
-            for (const auto& [level, text] : Log::instance().since(mark))
-                lines.emplace_back(level, nb::bytes(text.data(), text.size()));
+            nb::list lines;
+            for (const auto& [level, thread, text] : Log::instance().since(mark))
+                lines.append(nb::make_tuple(level, thread, nb::bytes(text.data(), text.size())));
             return lines;
         },
         nb::arg("mark"));

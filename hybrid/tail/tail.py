@@ -1,0 +1,99 @@
+"""Tail: the late layers of a model, on the CPU, in llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import TracebackType
+
+from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec
+from hybrid.schedule.placement import Placement
+from hybrid.tail.context import Context, context_params
+from hybrid.tail.model import Model, open_files, open_virtual
+from hybrid.tail.slice import needs_slice, tail_slice
+from hybrid.tail.vocab import Vocabulary
+
+
+@dataclass(frozen=True)
+class TailMemory:
+    """Host bytes of a tail. Allocated, which may be more than resident: a mapped file's pages can be dropped."""
+
+    model_bytes: int
+    """Weight buffers as llama.cpp reports them."""
+    kv_bytes: int
+    compute_bytes: int
+    output_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+
+class Tail(Context):
+    """Layers `placement.n_gpu_layers`.. of an open model. Freed once by `close`; use as a context manager.
+
+    k = 0 is llama.cpp's ordinary load of the whole file by mmap, and takes tokens; k > 0 loads the slice as a virtual
+    file into anonymous memory, and takes hidden states. `progress` (fractions) and `cancelled` are called from the
+    calling thread while it loads.
+
+    Raises UnsupportedError for a k that is not allowed, Cancelled (also on Ctrl-C), OutOfMemoryError, EngineError.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        placement: Placement,
+        *,
+        n_outputs_max: int | None = None,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        self.placement = placement
+        model = _load(file, spec, placement.n_gpu_layers, progress, cancelled)
+        try:
+            super().__init__(model, context_params(placement, n_outputs_max or placement.n_sequences))
+            self.vocabulary = Vocabulary(model)
+        except BaseException:
+            self.close()
+            model.close()
+            raise
+
+    def reopen(self, n_outputs_max: int | None = None) -> None:
+        """A fresh context with room for that many outputs a batch (None: one a sequence); every sequence is empty.
+
+        The weights stay loaded. A large vocabulary makes this expensive: n_outputs_max * n_vocab * 4 bytes, twice.
+        """
+        super().close()
+        self._open(context_params(self.placement, n_outputs_max or self.placement.n_sequences))
+
+    @property
+    def memory(self) -> TailMemory:
+        """What it has allocated."""
+        return TailMemory(self.model.model_bytes, self.kv_bytes, self.compute_bytes, self.output_bytes)
+
+    def close(self) -> None:
+        """Free the context and the model. Harmless when repeated."""
+        super().close()
+        if hasattr(self, "model"):
+            self.model.close()
+
+    def __enter__(self) -> Tail:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _load(
+    file: ModelFile,
+    spec: ModelSpec,
+    k: int,
+    progress: Callable[[float], None] | None,
+    cancelled: Callable[[], bool] | None,
+) -> Model:
+    if k == 0 and not needs_slice(file, spec):
+        return open_files([shard.path for shard in file.shards], progress=progress, cancelled=cancelled)
+    return open_virtual(tail_slice(file, spec, k), file.path.name, progress=progress, cancelled=cancelled)
