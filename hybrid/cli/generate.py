@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 import click
 
 from hybrid.cli.options import SAMPLING, json_option, model_argument, pick, placement_options, sampling_options
-from hybrid.cli.session import open_session, read_prompt, result_object, say_if_full
+from hybrid.cli.session import emit, open_session, read_prompt
 
 
 @click.command()
@@ -27,18 +25,4 @@ def command(model: str | None, prompt: str | None, file: str | None, as_json: bo
     text = read_prompt(prompt, file)
     with open_session(model, options) as session:
         stream = session.model.generate(text, stream=True, **pick(SAMPLING, options))
-        last = ""
-        for piece in stream:
-            session.progress.clear()
-            if not as_json:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-            last = piece
-        session.progress.clear()
-        completion = stream.completion
-        assert completion is not None
-        if as_json:
-            click.echo(json.dumps(result_object(session.model, completion), ensure_ascii=False))
-        elif not last.endswith("\n"):
-            click.echo()
-        say_if_full(session.model, completion, options["max_tokens"])
+        emit(session, stream, as_json=as_json, max_tokens=options["max_tokens"])

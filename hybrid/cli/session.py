@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from hybrid import Completion, Hybrid
+    from hybrid import Completion, Hybrid, Stream
 
 
 class Session:
@@ -83,6 +84,30 @@ def _decode(data: bytes, name: str) -> str:
     except UnicodeDecodeError as e:
         raise BadRequestError(f"The prompt from {name} is not valid UTF-8 text (byte {e.start}).") from e
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def emit(session: Session, stream: Stream, *, as_json: bool, max_tokens: int | None, chat: bool = False) -> None:
+    """Print a stream's text on stdout as it is made, or with `as_json` the whole as one object at the end.
+
+    A chat's answer is printed without the white space some formats leave before it.
+    """
+    begun, last = False, ""
+    for piece in stream:
+        session.progress.clear()
+        text = piece.lstrip() if chat and not begun else piece
+        begun = begun or bool(text)
+        if text and not as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            last = text
+    session.say_notes()
+    completion = stream.completion
+    assert completion is not None, "a stream that is exhausted has its completion"
+    if as_json:
+        click.echo(json.dumps(result_object(session.model, completion), ensure_ascii=False))
+    elif not last.endswith("\n"):
+        click.echo()
+    say_if_full(session.model, completion, max_tokens)
 
 
 def result_object(model: Hybrid, completion: Completion) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""`hybrid chat`: a conversation in the terminal, or the answer to one message."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from hybrid.cli.options import SAMPLING, json_option, model_argument, pick, placement_options, sampling_options
+from hybrid.cli.session import checked_text, emit, open_session, read_prompt
+from hybrid.errors import BadRequestError
+
+
+@click.command()
+@model_argument
+@click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
+@click.option("--system", metavar="TEXT", help="System prompt: who the model is to be.")
+@sampling_options
+@placement_options
+@json_option
+def command(model: str | None, prompt: str | None, system: str | None, as_json: bool, **options: Any) -> None:
+    """Chat with a model.
+
+    With -p, or with something piped into stdin (all of it is one message), the answer goes to stdout and the program
+    exits. In the chat, /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.
+    """
+    if system is not None:
+        system = checked_text(system)
+    if prompt is None and sys.stdin.isatty() and not as_json:
+        _converse(model, system, options)
+        return
+    text = read_prompt(prompt, None).strip()
+    if not text:
+        raise BadRequestError("There is no message to answer.")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": text})
+    with open_session(model, options) as session:
+        stream = session.model.chat(messages, stream=True, **pick(SAMPLING, options))
+        emit(session, stream, as_json=as_json, max_tokens=options["max_tokens"], chat=True)
+
+
+def _converse(model: str | None, system: str | None, options: dict[str, Any]) -> None:
+    from hybrid.apps.chat import Chat
+    from hybrid.apps.lines import LineReader
+
+    with open_session(model, options) as session:
+        chat = Chat(session.model, pick(SAMPLING, options), system=system, before_output=session.say_notes)
+        chat.run(LineReader(list(chat.commands)))
