@@ -22,7 +22,7 @@ def iq4_xs(blocks: Tensor) -> Tensor:
     """d, 8 scales' upper bit pairs (2 bytes) and lower nibbles (4 bytes), 128 bytes of nibbles; 8 parts of 32."""
     scales = interleaved(blocks[:, 4:8], 4) | (interleaved(blocks[:, 2:4], 2) << 4)
     dl = (half(blocks, 0) * (scales.float() - 32)).unsqueeze(-1)  # [n, 8, 1]
-    q = unpack(blocks[:, 8:].unflatten(1, (8, 16)), 4).flatten(2)  # [n, 8, 32]
+    q = unpack(blocks[:, 8:].reshape(-1, 8, 16), 4).flatten(2)  # [n, 8, 32]
     return (dl * _look_up(q)).flatten(1)
 
 

@@ -1,0 +1,135 @@
+"""Causal attention of one run of tokens over the keys of its sequence, in bounded memory.
+
+Torch's scaled-dot-product attention does the work where it can; a blocked softmax of our own does it where torch
+cannot (a soft cap on the scores) or where keys must be converted first and are too many to convert at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
+from torch import Tensor
+
+Read = Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]]
+"""(first, end, dtype) to K, V [end - first, n_kv_heads, head_dim] of those positions in `dtype`."""
+
+ROWS = 128
+"""Query tokens at a time on the CPU: bounds the mask, and spares a chunk half of its masked-out products."""
+ROWS_ACCELERATOR = 512
+KEYS = 2048
+"""Keys at a time where they have to be converted: K and V of 1,024 values a token are then 16 MiB in float32."""
+
+
+def attend(q: Tensor, p0: int, read: Read, held: torch.dtype, *, window: int, scale: float, softcap: float) -> Tensor:
+    """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, …; the keys of those are stored.
+
+    `held` is the dtype K and V are stored in. A query at p sees keys at max(0, p - window + 1) … p, all if window is 0.
+    Returns [n, n_heads, head_dim_v] float32.
+
+    On the CPU everything is computed in float32: torch reads float16 there at a fraction of the memory's speed. On
+    an accelerator the products are in `held`, with the softmax in float32.
+    """
+    n, first = q.shape[0], first_key(p0, window)
+    on_cpu = q.device.type == "cpu"
+    dtype = torch.float32 if on_cpu or softcap else held
+    if softcap or (held != dtype and p0 + n - first > KEYS):
+        return _blocked(q, p0, read, window, scale, softcap)
+    k, v = read(first, p0 + n, dtype)
+    q = q.to(dtype)
+    step = ROWS if on_cpu else ROWS_ACCELERATOR
+    out = []
+    for row in range(0, n, step):
+        rows = q[row : row + step]
+        lo, hi = first_key(p0 + row, window), p0 + row + rows.shape[0]
+        out.append(_torch_attention(rows, k[lo - first : hi - first], v[lo - first : hi - first], lo, window, scale))
+    return (out[0] if len(out) == 1 else torch.cat(out)).float()
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scale: float) -> Tensor:
+    """SDPA of queries that end where the keys end. `lo` is the position of the first key."""
+    n, n_heads, _ = q.shape
+    n_kv_heads = k.shape[1]
+    if n == 1:  # it sees every key given: the heads that share a KV head become its rows, and no mask is needed
+        q = q.view(1, n_kv_heads, n_heads // n_kv_heads, -1)
+        return F.scaled_dot_product_attention(q, _heads_first(k), _heads_first(v), scale=scale).reshape(1, n_heads, -1)
+    hi = lo + k.shape[0]
+    mask = _visible(hi - n, n, lo, hi, window, q.device)
+    out = F.scaled_dot_product_attention(
+        _heads_first(q), _heads_first(k), _heads_first(v), mask, scale=scale, enable_gqa=n_heads != n_kv_heads
+    )
+    return out[0].transpose(0, 1)
+
+
+def _blocked(q: Tensor, p0: int, read: Read, window: int, scale: float, softcap: float) -> Tensor:
+    """The same with a running softmax over blocks of keys (Milakov and Gimelshein 2018; FlashAttention), in float32."""
+    n, n_heads, _ = q.shape
+    first, end = first_key(p0, window), p0 + n
+    total: Tensor | None = None
+    for lo in range(first, end, KEYS):
+        hi = min(end, lo + KEYS)
+        k, v = read(lo, hi, torch.float32)
+        n_kv_heads = k.shape[1]
+        out = torch.zeros(n_kv_heads, n_heads // n_kv_heads, n, v.shape[2], device=q.device)
+        peak = torch.full((*out.shape[:3], 1), -torch.inf, device=q.device)
+        weight = torch.zeros_like(peak)
+        for row in range(0, n, ROWS):
+            rows = slice(row, min(n, row + ROWS))
+            last = p0 + rows.stop
+            if last <= lo or first_key(p0 + row, window) >= hi:
+                continue  # none of these queries sees this block
+            visible = _visible(p0 + row, last - p0 - row, lo, hi, window, q.device)
+            out[:, :, rows], peak[:, :, rows], weight[:, :, rows] = _partial(q[rows], k, v, visible, scale, softcap)
+        if total is None:
+            total, best, norm = out, peak, weight
+            continue
+        top = torch.maximum(best, peak)
+        old, new = _shrink(best, top), _shrink(peak, top)
+        total = total.mul_(old).add_(out.mul_(new))
+        norm = norm * old + weight * new
+        best = top
+    assert total is not None  # end > first: the queries' own keys are always among them
+    return (total / norm).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
+
+
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unnormalised attention over one block: sums [n_kv_heads, group, n, head_dim_v], and for each row the largest
+    score and the sum of exponentials relative to it, both [n_kv_heads, group, n, 1]. A row that sees nothing gives
+    -inf and 0."""
+    n, n_heads, _ = q.shape
+    n_kv_heads, group = k.shape[1], n_heads // k.shape[1]
+    rows = (q * scale).view(n, n_kv_heads, group, -1).permute(1, 2, 0, 3).reshape(n_kv_heads, group * n, -1)
+    scores = torch.bmm(rows, k.permute(1, 2, 0)).view(n_kv_heads, group, n, -1)
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
+    scores.masked_fill_(~visible, -torch.inf)
+    peak = scores.amax(-1, keepdim=True)
+    scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)).exp_()
+    out = torch.bmm(scores.view(n_kv_heads, group * n, -1), v.transpose(0, 1))
+    return out.view(n_kv_heads, group, n, -1), peak, scores.sum(-1, keepdim=True)
+
+
+def _shrink(peak: Tensor, top: Tensor) -> Tensor:
+    """exp(peak - top), 0 where both are -inf (a row that has seen no key yet)."""
+    return torch.exp(peak - top.clamp_min(torch.finfo(torch.float32).min))
+
+
+def _visible(p0: int, n: int, lo: int, hi: int, window: int, device: torch.device) -> Tensor:
+    """Whether queries at p0 … p0 + n - 1 see keys at lo … hi - 1: bool [n, hi - lo]."""
+    queries = torch.arange(p0, p0 + n, device=device).unsqueeze(1)
+    keys = torch.arange(lo, hi, device=device)
+    visible = keys <= queries
+    return visible & (keys > queries - window) if window else visible
+
+
+def first_key(position: int, window: int) -> int:
+    """The first position that a query at `position` sees."""
+    return max(0, position - window + 1) if window else 0
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[n, n_heads, head_dim] to SDPA's [1, n_heads, n, head_dim], without a copy."""
+    return x.transpose(0, 1).unsqueeze(0)

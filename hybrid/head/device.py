@@ -1,0 +1,94 @@
+"""The head's device: how it computes there, and torch's failures in words a user can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hybrid.errors import OutOfMemoryError, UnsupportedError
+
+INSTEAD = "use --device cpu to run the head on the CPU, or -ngl 0 to leave everything to llama.cpp"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How matrices are held and multiplied on a device. The residual stream, the norms, RoPE and the softmax are
+    float32 everywhere; only the inputs of matrix products (weights and activations) are in `dtype`."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """float32 on the CPU; bfloat16 on an accelerator, float16 where it has no bfloat16."""
+    expand: bool
+    """Whether matrices are expanded to `dtype` once at load. Otherwise they stay in their GGUF quantisation and are
+    dequantised tile by tile at every product."""
+    tile_values: int
+    """Weights dequantised at a time."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Compute:
+        """The policy for `device`: the CPU expands to float32, accelerators keep the quantisation.
+
+        Tiles: the CPU wants its temporaries in cache, an accelerator wants few launches.
+        """
+        if device.type == "cpu":
+            return cls(device, torch.float32, expand=True, tile_values=1 << 18)
+        return cls(device, _matmul_dtype(device), expand=False, tile_values=1 << 23)
+
+
+def open_device(name: str) -> torch.device:
+    """The torch device called `name`, known to work. Raises UnsupportedError with what to do instead."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UnsupportedError(f"PyTorch knows no device called {name!r}; {INSTEAD}.") from error
+    try:
+        torch.empty(1, device=device)
+    except NotImplementedError as error:  # torch's own text lists every operator it looked for
+        raise UnsupportedError(f"The device {name!r} is not available in this PyTorch; {INSTEAD}.") from error
+    except (RuntimeError, AssertionError) as error:  # AssertionError: CUDA in a CPU-only build
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise UnsupportedError(f"The device {name!r} is not available ({reason}); {INSTEAD}.") from error
+    if device.type == "meta":
+        raise UnsupportedError(f"The device {name!r} holds no data; {INSTEAD}.")
+    return device
+
+
+@contextmanager
+def allocating(what: str, n_bytes: int | None, device: torch.device) -> Iterator[None]:
+    """Turn a failed allocation in the block into OutOfMemoryError: `what` needs `n_bytes` (if known) on `device`."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        if n_bytes is None:
+            need = f"{what} needs more memory than {device} has free"
+        else:
+            need = f"{what} needs {n_bytes:,} bytes ({n_bytes / 2**20:,.1f} MiB), more than {device} has free"
+        raise OutOfMemoryError(
+            f"{need}; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b)."
+        ) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class for it, but its CPU and MPS allocators raise a plain RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return any(s in text for s in ("can't allocate memory", "out of memory", "storage size calculation overflowed"))
+
+
+def _matmul_dtype(device: torch.device) -> torch.dtype:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    try:
+        torch.zeros(1, 1, dtype=torch.bfloat16, device=device).matmul(
+            torch.zeros(1, 1, dtype=torch.bfloat16, device=device)
+        )
+    except (RuntimeError, TypeError):
+        return torch.float16
+    return torch.bfloat16

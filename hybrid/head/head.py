@@ -1,0 +1,140 @@
+"""Head: layers 0 … k - 1 of a model on one torch device, and the output head too where k = L."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid.errors import BadRequestError, UnsupportedError
+from hybrid.head.decoder import Block, RMSNorm, run
+from hybrid.head.device import Compute, allocating, open_device
+from hybrid.head.embedding import TokenEmbedding
+from hybrid.head.kv.base import KVCache
+from hybrid.head.kv.device import DeviceKVCache
+from hybrid.head.linear import QuantLinear
+from hybrid.head.loading import Loader
+from hybrid.head.rope import Rope
+from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec, RopeSpec
+from hybrid.schedule.placement import Placement
+
+Ints = npt.NDArray[np.integer]
+
+
+class Head:
+    """The early layers in torch. Not thread-safe: one thread at a time, whose torch thread count applies."""
+
+    cache: KVCache
+    """Keys and values of the k layers."""
+    notes: list[str]
+    """What the user should know, a sentence each (weights that could not stay quantised)."""
+    compute: Compute
+    """Device, matmul dtype, and whether matrices are held expanded."""
+
+    def __init__(
+        self,
+        file: ModelFile,
+        spec: ModelSpec,
+        placement: Placement,
+        *,
+        compute: Compute | None = None,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        """Load what `placement` asks for, straight from the mmap of `file` (which must stay open).
+
+        `progress` gets the share loaded, 0..1; once `cancelled` returns True, Cancelled is raised. `compute` overrides
+        how the device computes. Raises UnsupportedError (a device or a model this half cannot serve),
+        OutOfMemoryError, BadRequestError (k out of range).
+        """
+        k = placement.n_gpu_layers
+        if not 1 <= k <= spec.n_layers:
+            raise BadRequestError(f"The GPU half can hold 1 to {spec.n_layers} layers of this model, not {k}.")
+        if placement.kv != "device":
+            raise UnsupportedError(f"The KV strategy {placement.kv!r} is not available yet; use --kv device.")
+        self.spec, self.placement = spec, placement
+        self.compute = compute or Compute.on(open_device(placement.device))
+        self.n_layers = k
+        self._closed = False
+        device, layers = self.compute.device, spec.layers[:k]
+        wanted = [info for layer in layers for info in layer.weights.values()]
+        if k == spec.n_layers:
+            wanted += [spec.weights["output_norm.weight"], spec.output_tensor]
+        with torch.inference_mode():
+            self.cache = DeviceKVCache(layers, placement, device)  # first: if it does not fit, know before loading
+            loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
+            self._work = loader.work
+            self._embedding = TokenEmbedding(file, spec, device)
+            self._ropes = {layer.rope: _rope(file, layer.rope) for layer in layers if layer.rope is not None}
+            self._blocks = [Block(i, layer, loader, spec.norm_eps) for i, layer in enumerate(layers)]
+            self._output_norm: RMSNorm | None = None
+            self._output: QuantLinear | None = None
+            if k == spec.n_layers:
+                self._output_norm = RMSNorm(loader.vector(spec.weights["output_norm.weight"]), spec.norm_eps)
+                self._output = loader.linear(spec.output_tensor, spec.weights.get("output.bias"))
+            loader.close()
+        self.notes = loader.notes
+        self.weight_bytes = loader.device_bytes
+        """Device bytes of the weights as they are held."""
+
+    @torch.inference_mode()
+    def forward(self, tokens: Ints, positions: Ints, seqs: Ints) -> Tensor:
+        """Append tokens to their sequences and run layers 0 … k - 1 over them.
+
+        tokens, positions, seqs: [n] integers on the host; the tokens of one sequence come in order and continue it,
+        at most n_batch of them. Returns the hidden state after layer k - 1, [n, n_embd] float32 on the device.
+        Raises BadRequestError, OutOfMemoryError. If it raises, `cache.trim` each sequence to what it had.
+        """
+        where = np.asarray(positions, np.int64)
+        device = self.compute.device
+        with self._computing(len(where)):
+            h = self._embedding(np.asarray(tokens, np.int64))
+            angles = {spec: rope.cos_sin(where, device) for spec, rope in self._ropes.items()}
+            on_host = torch.from_numpy(where), torch.from_numpy(np.asarray(seqs, np.int64))
+            return run(self._blocks, h, angles, self.cache, *on_host)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, n_embd] after the last layer to [m, n_vocab] float32 on the device. Only at k = L."""
+        if self._output is None or self._output_norm is None:
+            raise BadRequestError("The output head is not on the GPU: it is only with all layers (-ngl all).")
+        with self._computing(len(hidden)):
+            out = self._output(self._output_norm(hidden.to(self.compute.device)))
+            if self.spec.logit_scale != 1.0:
+                out.mul_(self.spec.logit_scale)
+            if cap := self.spec.logit_softcap:
+                out.div_(cap).tanh_().mul_(cap)
+            return out
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes held: weights, KV cache, the workspace for dequantised tiles; 0 after `close`."""
+        if self._closed:
+            return 0
+        return self.weight_bytes + self.cache.nbytes + self._work.nbytes
+
+    def close(self) -> None:
+        """Free the device memory. The head is unusable afterwards; closing again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._blocks.clear()
+        self._ropes.clear()
+        self._output = self._output_norm = None
+        del self._embedding, self._work, self.cache
+        if self.compute.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _computing(self, n_tokens: int) -> AbstractContextManager[None]:
+        return allocating(f"Computing {n_tokens} tokens at once", None, self.compute.device)
+
+
+def _rope(file: ModelFile, spec: RopeSpec) -> Rope:
+    if spec.factors is None:
+        return Rope(spec)
+    return Rope(spec, file.data(spec.factors).view(np.float32))

@@ -1,0 +1,183 @@
+"""From the mmap to the device: every tensor of the head goes through here once, a tile at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import Cancelled, UnsupportedError
+from hybrid.head.dequant import SUPPORTED, dequantize, dequantize_on_host
+from hybrid.head.device import Compute, allocating
+from hybrid.head.linear import QuantLinear, Workspace
+from hybrid.model.file import ModelFile, TensorInfo
+from hybrid.model.ggml_types import GGML_TYPES, type_name
+
+STAGING_BYTES = 8 << 20
+"""Host memory of each of the two buffers tensors pass through; also how often progress is told."""
+
+
+class Loader:
+    """Reads tensors of a file onto a device. No second copy of the model is made on the host.
+
+    `progress` is called with the share of `total_bytes` read so far, 0..1; `cancelled` is asked as often, and
+    Cancelled is raised once it says yes. `notes` collects what the user should know.
+    """
+
+    def __init__(
+        self,
+        file: ModelFile,
+        compute: Compute,
+        total_bytes: int,
+        progress: Callable[[float], None] | None = None,
+        cancelled: Callable[[], bool] | None = None,
+    ) -> None:
+        self.file = file
+        self.compute = compute
+        self.work = Workspace(compute)
+        self.device_bytes = 0
+        """Bytes of everything loaded so far, as held on the device."""
+        self._total, self._done = max(1, total_bytes), 0
+        self._progress, self._cancelled = progress, cancelled
+        self._staging = _Staging(compute.device)
+        self._expanded: dict[str, int] = {}
+
+    def vector(self, info: TensorInfo) -> Tensor:
+        """A norm weight or bias as float32 on the device, in its own shape."""
+        with allocating(f"Loading {info.name}", info.n_values * 4, self.compute.device):
+            values = [self._on_host(raw, info.type).clone() for _, raw in self._tiles(info, 1)]
+            vector = torch.cat(values, dim=1).view(info.shape).to(self.compute.device)
+        self.device_bytes += vector.nbytes
+        return vector
+
+    def linear(self, info: TensorInfo, bias: TensorInfo | None = None) -> QuantLinear:
+        """A matrix, quantised or expanded as `Compute` says."""
+        if len(info.shape) != 2:
+            raise UnsupportedError(f"{info.name} has {len(info.shape)} dimensions where a matrix is expected.")
+        shape = (info.shape[0], info.shape[1])
+        quantised = not self.compute.expand and info.type in SUPPORTED
+        row_bytes = info.n_bytes // shape[0]
+        held = info.n_bytes if quantised else info.n_values * self.compute.dtype.itemsize
+        with allocating(f"Loading {info.name}", held, self.compute.device):
+            if quantised:
+                weight = torch.empty(shape[0], row_bytes, dtype=torch.uint8, device=self.compute.device)
+            else:
+                weight = torch.empty(shape, dtype=self.compute.dtype, device=self.compute.device)
+            for row, raw in self._tiles(info, shape[0]):
+                target = weight[row : row + raw.shape[0]]
+                if quantised:
+                    self._staging.send(raw, target)
+                else:
+                    target.copy_(self._on_host(raw, info.type))
+        self.device_bytes += weight.nbytes
+        if info.type not in SUPPORTED:
+            name = type_name(info.type)
+            self._expanded[name] = self._expanded.get(name, 0) + held
+        return QuantLinear(
+            weight, info.type if quantised else None, shape, None if bias is None else self.vector(bias), self.work
+        )
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence for each kind of weight that the device cannot keep quantised."""
+        held = str(self.compute.dtype).removeprefix("torch.")
+        return [
+            f"{name} weights have no dequantisation on the device: expanded once to {held}, {n_bytes / 2**20:.1f} MiB."
+            for name, n_bytes in self._expanded.items()
+        ]
+
+    def close(self) -> None:
+        """Free the staging memory; the last copies have then arrived."""
+        self._staging.close()
+
+    def _on_host(self, raw: Tensor, kind: int) -> Tensor:
+        """Float32 values [rows, n] of a tile, computed on the CPU."""
+        return dequantize(raw, kind) if kind in SUPPORTED else dequantize_on_host(raw, kind)
+
+    def _tiles(self, info: TensorInfo, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, [rows, row_bytes] uint8 in staging memory), each valid until the next but one."""
+        data = self.file.data(info.name).reshape(rows, info.n_bytes // rows)
+        size = GGML_TYPES[info.type]
+        limit = STAGING_BYTES if not self.compute.expand else self.compute.tile_values * size.n_bytes // size.block
+        step = max(1, limit // data.shape[1])
+        for row in range(0, rows, step):
+            if self._cancelled is not None and self._cancelled():
+                raise Cancelled("Loading was cancelled.")
+            part = data[row : row + step]
+            raw = self._staging.take(part.size).view(part.shape)
+            raw.numpy()[...] = part
+            yield row, raw
+            self._done += part.size
+            if self._progress is not None:
+                self._progress(min(1.0, self._done / self._total))
+
+
+class LayerWeights:
+    """One layer's tensors by GGUF suffix. Optional parts are None where the file has no such tensor; what nobody
+    asked for by the end is an error, because leaving a weight out would be a silently different model."""
+
+    def __init__(self, loader: Loader, weights: Mapping[str, TensorInfo], where: str) -> None:
+        self._loader, self._weights, self._where = loader, weights, where
+        self._used: set[str] = set()
+
+    def linear(self, name: str) -> QuantLinear:
+        """`name`.weight with `name`.bias where there is one. Raises UnsupportedError if the weight is missing."""
+        info = self._take(name + ".weight")
+        if info is None:
+            raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
+        return self._loader.linear(info, self._take(name + ".bias"))
+
+    def vector(self, name: str) -> Tensor | None:
+        """The vector `name`, or None."""
+        info = self._take(name)
+        return None if info is None else self._loader.vector(info)
+
+    def check_all_used(self) -> None:
+        """Raise UnsupportedError if the layer has a tensor the decoder does not know."""
+        if unknown := sorted(set(self._weights) - self._used):
+            raise UnsupportedError(f"{self._where} has {unknown[0]}, which the GPU half does not know; use -ngl 0.")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def _take(self, name: str) -> TensorInfo | None:
+        self._used.add(name)
+        return self._weights.get(name)
+
+
+class _Staging:
+    """Two host buffers in turn. On CUDA they are pinned and copies run behind the next read of the file; a buffer is
+    written again only after the event recorded behind its copy. Elsewhere copies are synchronous."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
+        self._events: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def take(self, n_bytes: int) -> Tensor:
+        """A buffer of n_bytes that no copy reads any more."""
+        self._turn ^= 1
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+            self._events[self._turn] = None
+        if self._buffers[self._turn].numel() < n_bytes:
+            self._buffers[self._turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+        return self._buffers[self._turn][:n_bytes]
+
+    def send(self, raw: Tensor, target: Tensor) -> None:
+        """Copy the buffer last taken to the device."""
+        target.copy_(raw, non_blocking=self._cuda)
+        if self._cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._events[self._turn] = event
+
+    def close(self) -> None:
+        for event in self._events:
+            if event is not None:
+                event.synchronize()
+        self._buffers = []
