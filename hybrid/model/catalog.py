@@ -109,7 +109,7 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
             raise BadRequestError(f"{entry.name} is not on this machine yet; fetch it: hybrid models pull {entry.name}")
         return entry.path
     path = Path(name_or_path).expanduser()
-    looks_like_path = isinstance(name_or_path, Path) or path.suffix == ".gguf" or len(path.parts) > 1
+    looks_like_path = isinstance(name_or_path, Path) or path.suffix == ".gguf" or os.sep in name_or_path
     if not looks_like_path and not path.exists():
         raise BadRequestError(
             f"{name_or_path!r} is neither a file nor in the catalogue, which has {', '.join(catalog())}."

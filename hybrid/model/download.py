@@ -34,7 +34,8 @@ Progress = Callable[[str, int, int], None]
 """Called with what is being done (`fetching`, `writing`), and bytes done and to do."""
 
 _OFFLINE = re.compile(
-    r"NewConnectionError|NameResolution|ConnectTimeout|ReadTimeout|ProxyError|Network is unreachable|SSLError"
+    r"NewConnectionError|NameResolution|ConnectTimeout|ReadTimeout|ProxyError|SSLError|Network is unreachable"
+    r"|from versions: none"  # what pip says of an index it could not reach once its retries are used up
 )
 
 
@@ -167,9 +168,7 @@ def _pip_problem(part: Part, log: str) -> str:
     if "No space left on device" in log or "Disk quota exceeded" in log:
         return f"{what} cannot be fetched because the disk is full."
     if _OFFLINE.search(log):
-        return (
-            f"{what} cannot be fetched: the package index cannot be reached; check the network and `pip config list`."
-        )
+        return f"{what} cannot be fetched: the package index cannot be reached or does not carry it; check the network and `pip config list`."
     errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
     return f"{what} cannot be fetched; pip says: {(errors or log.strip().splitlines() or ['nothing'])[-1]}"
 
