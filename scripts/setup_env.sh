@@ -31,7 +31,7 @@ has_nvidia_gpu() {
 # already knows one (a mirror, a wheel directory) take it there, else from PyTorch's index, else the default after all.
 install_torch() {
     local torch
-    torch=$(grep '^torch==' constraints.txt)
+    torch="torch==$(pinned torch)"
     if [ "$(uname -s)" != Linux ] || has_nvidia_gpu; then
         pip install "$torch"
     else
@@ -41,7 +41,14 @@ install_torch() {
     fi
 }
 
-installed() { "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1') != '$2')" 2>/dev/null; }
+# Is this version (of whatever build) installed?
+installed() {
+    "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1').split('+')[0] != '$2')" 2>/dev/null
+}
+
+pinned() { sed -n "s/^$1==//p" constraints.txt; }
+
+install_project() { pip install -e "$1" | { grep -v '^Requirement already satisfied' || true; }; }
 
 check_machine
 export PIP_CONSTRAINT=constraints.txt # by environment, because it then holds for the tools of builds too
@@ -49,17 +56,18 @@ if [ ! -x "$venv/bin/python" ]; then
     say "Creating $venv"
     "$python" -m venv "$venv"
 fi
-say "Installing PyTorch"
-install_torch
-llama=$(sed -n 's/^llama_cpp_python==//p' constraints.txt)
-if ! installed llama-cpp-python "$llama"; then
+if ! installed torch "$(pinned torch)"; then
+    say "Installing PyTorch"
+    install_torch
+fi
+if ! installed llama-cpp-python "$(pinned llama_cpp_python)"; then
     say "Compiling llama.cpp: 5 to 15 minutes, once"
-    pip install "llama-cpp-python==$llama"
+    pip install "llama-cpp-python==$(pinned llama_cpp_python)"
 fi
 if [ "${1:-}" = dev ]; then
     say "Installing this project and its development tools"
-    pip install -e '.[dev]'
+    install_project '.[dev]'
 else
     say "Installing this project"
-    pip install -e .
+    install_project .
 fi
