@@ -168,7 +168,10 @@ def _pip_problem(part: Part, log: str) -> str:
     if "No space left on device" in log or "Disk quota exceeded" in log:
         return f"{what} cannot be fetched because the disk is full."
     if _OFFLINE.search(log):
-        return f"{what} cannot be fetched: the package index cannot be reached or does not carry it; check the network and `pip config list`."
+        return (
+            f"{what} cannot be fetched: the package index cannot be reached or does not carry it; "
+            "check the network and `pip config list`."
+        )
     errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
     return f"{what} cannot be fetched; pip says: {(errors or log.strip().splitlines() or ['nothing'])[-1]}"
 

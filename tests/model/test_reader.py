@@ -28,7 +28,10 @@ def assert_equals_gguf_reader(path: Path) -> None:
         theirs = {k: f for k, f in reader.fields.items() if not k.startswith("GGUF.")}
         assert list(file.fields) == list(theirs) == list(file.metadata)
         for key, field in theirs.items():
-            assert file.metadata[key] == field.contents(), key
+            # Of a long array the bytes (below) are compared whole and the values in samples: contents() is slow.
+            step = 1 if len(field.data) < 10_000 else 997
+            value = file.metadata[key]
+            assert (value[::step] if isinstance(value, list) else value) == field.contents(slice(None, None, step)), key
             assert file.fields[key].type == field.types[0], key
             assert bytes(file.fields[key].raw) == b"".join(part.tobytes() for part in field.parts), key
         assert list(file.tensors) == [t.name for t in reader.tensors]
