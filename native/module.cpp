@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <exception>
+#include <system_error>
 
 #include "callbacks.hpp"
 #include "virtual_file.hpp"
@@ -47,6 +49,16 @@ std::vector<Segment> to_segments(nb::iterable items) {
     return segments;
 }
 
+// A failed system call becomes an OSError with its errno, not a RuntimeError.
+void translate_system_error(const std::exception_ptr& failure, void*) {
+    try {
+        std::rethrow_exception(failure);
+    } catch (const std::system_error& error) {
+        const nb::object value = nb::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, value.ptr());
+    }
+}
+
 nb::bytes read_bytes(const VirtualFile& file, std::uint64_t offset, std::uint64_t n) {
     const std::uint64_t left = offset < file.size() ? file.size() - offset : 0;
     std::string out(static_cast<std::size_t>(std::min(n, left)), '\0');
@@ -58,6 +70,8 @@ nb::bytes read_bytes(const VirtualFile& file, std::uint64_t offset, std::uint64_
 
 NB_MODULE(_native, m) {
     m.doc() = "Native parts of hybrid: the virtual file llama.cpp loads from, and the callbacks it may call.";
+
+    nb::register_exception_translator(translate_system_error);
 
     nb::class_<VirtualFile>(m, "VirtualFile")
         .def(

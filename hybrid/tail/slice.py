@@ -37,8 +37,8 @@ NOT_PER_LAYER = {"rope.dimension_sections"}
 SPLIT_KEYS = "split."
 """What describes a set of shards; the slice is one file."""
 WINDOW = "attention.sliding_window"
-CHEAPEST_ZEROS = (41, 42, 2, 1)
-"""Q1_0, Q2_0, Q4_0, F16: types llama.cpp accepts for an embedding nobody reads, fewest bits first."""
+CHEAPEST_ZEROS = (41, 2, 1)
+"""Q1_0, Q4_0, F16: types llama.cpp accepts for an embedding nobody reads, fewest bits first."""
 F32 = 0
 
 
