@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,24 @@ from hybrid.schedule.placement import Placement
 from hybrid.schedule.scheduler import Request, plan
 
 Message = Mapping[str, Any]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `Hybrid.generate` and `Hybrid.chat` beside `stream`."""
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    stop: str | Sequence[str]
+    logit_bias: Mapping[int, float] | None
+    ignore_eos: bool
 
 
 class Hybrid:
@@ -144,9 +162,13 @@ class Hybrid:
     # -- text ----------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompt: str | Sequence[int], *, stream: Literal[True], **options: Any) -> Stream: ...
+    def generate(
+        self, prompt: str | Sequence[int], *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Stream: ...
     @overload
-    def generate(self, prompt: str | Sequence[int], *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
+    def generate(
+        self, prompt: str | Sequence[int], *, stream: Literal[False] = ..., **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -201,17 +223,26 @@ class Hybrid:
         return result[0]
 
     @overload
-    def chat(self, messages: Sequence[Message], *, stream: Literal[True], **options: Any) -> Stream: ...
+    def chat(
+        self, messages: Sequence[Message], *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Stream: ...
     @overload
-    def chat(self, messages: Sequence[Message], *, stream: Literal[False] = ..., **options: Any) -> Completion: ...
-    def chat(self, messages: Sequence[Message], *, stream: bool = False, **options: Any) -> Completion | Stream:
+    def chat(
+        self, messages: Sequence[Message], *, stream: Literal[False] = ..., **options: Unpack[GenerateOptions]
+    ) -> Completion: ...
+    def chat(
+        self, messages: Sequence[Message], *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Completion | Stream:
         """The assistant's next message in a conversation of {"role", "content"} messages, by the model's own chat
         template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
         template = self.chat_template
         tokens = encode_chat(template, self.engine.vocabulary, messages)
         stop = options.pop("stop", ())
         stops = [stop] if isinstance(stop, str) else list(stop)
-        return self.generate(tokens, stream=stream, stop=stops + list(template.stop), **options)  # type: ignore[call-overload,no-any-return]
+        options["stop"] = [*stops, *template.stop]
+        if stream:
+            return self.generate(tokens, stream=True, **options)
+        return self.generate(tokens, **options)
 
     @property
     def chat_template(self) -> ChatTemplate:

@@ -103,11 +103,11 @@ class Engine:
 
     def trim(self, n: int, seq: int = 0) -> int:
         """Forget every token of `seq` from position n on, in both halves. Returns n, or 0 where that was impossible."""
-        halves = [half for half in (self.head and self.head.cache, self.tail) if half is not None]
-        if any(half.trim(seq, n) != n for half in halves):
+        trims = [half.trim for half in (self.head.cache if self.head else None, self.tail) if half is not None]
+        if any(trim(seq, n) != n for trim in trims):
             n = 0
-            for half in halves:
-                half.trim(seq, 0)
+            for trim in trims:
+                trim(seq, 0)
         del self._tokens[seq][n:]
         return n
 
@@ -179,10 +179,12 @@ class Engine:
     def last_logits(self) -> Logits:
         """The last evaluated token's logits, [n_vocab]; valid until the next evaluation."""
         if self.tail is not None:
-            return self.tail.logits(-1)
+            row: Logits = self.tail.logits(-1)
+            return row
         if self._logits is None:
             raise BadRequestError("There are no logits yet: evaluate a token first.")
-        return self._logits[-1]
+        last: Logits = self._logits[-1]
+        return last
 
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
 from hybrid.model.spec import ModelSpec
-from hybrid.model.splits import allowed_n_gpu_layers, split_refusal
+from hybrid.model.splits import find_splits
 from hybrid.schedule import ledger
 from hybrid.schedule.machine import available_ram, usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
@@ -116,8 +116,8 @@ def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
     if isinstance(asked, bool) or asked < 0:
         raise BadRequestError(f"n_gpu_layers must be 0 or more, 'all' or 'auto', not {asked!r}.")
     k = min(asked, spec.n_layers)
-    if refusal := split_refusal(spec, k):
-        raise UnsupportedError(f"This model cannot run with {k} layers on the GPU: {refusal}")
+    if refusal := find_splits(spec).refusal(k):
+        raise UnsupportedError(f"This model cannot run with {k} layers on the GPU: {refusal}.")
     return k
 
 
@@ -175,7 +175,7 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: li
         free, total = torch.cuda.mem_get_info(device)
     else:
         free = total = available_ram()
-    for k in sorted(allowed_n_gpu_layers(spec), reverse=True):
+    for k in sorted(find_splits(spec).allowed, reverse=True):
         placement = replace(base, n_gpu_layers=k)
         need = ledger.head_weight_bytes(spec, placement) + ledger.kv_bytes(spec, placement, 0, k)
         if k == 0 or need + VRAM_RESERVE <= free:

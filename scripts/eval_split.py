@@ -1,0 +1,222 @@
+"""Is the split invisible? Accuracy of every placement against llama.cpp, or the perplexity of a text.
+
+    python scripts/eval_split.py [--models smollm2-135m gemma3-270m] [--text FILE] [-n 320] [-ngl K ...] [--json FILE]
+    python scripts/eval_split.py --perplexity FILE --models MODEL [-ngl K] [--device cpu] [-c 512]
+
+P is llama.cpp on an F32 copy of the weights (the accuracy oracle), Q llama.cpp on the file itself, S the split.
+Columns, with the bounds of the design's invariant 1 (KL is a mean over tokens, in nats):
+  head      largest relative difference of a hidden state at the boundary from llama.cpp's on the F32 copy, both with
+            an F32 KV cache (≤ 1e-4)
+  tail      largest |difference| of the logits from Q when the tail is fed Q's own hidden state (= 0)
+  KL(P|S)   the split against the oracle, and as a multiple of the same tail fed P's hidden state (≤ 1.15);
+            at k = L there is no tail: KL ≤ 1e-5
+  KL(Q|S)   the split against llama.cpp on the same file, as a multiple of KL(P|Q), its own distance from P (≤ 1.25)
+
+Exits with 1 if a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hybrid import Hybrid
+from hybrid.model.architectures import read_spec
+from hybrid.model.catalog import resolve_model
+from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec
+from hybrid.report.accuracy import argmax_agreement, log_likelihood, mean_kl, relative_difference
+from hybrid.runtime.engine import Engine
+from hybrid.schedule.machine import usable_cores
+from hybrid.schedule.placement import Placement
+from hybrid.tail.copy import write_f32_copy
+from hybrid.tail.reference import Reference
+from hybrid.tail.tail import Tail
+
+HEAD_BOUND, KL_BOUND, KL_ALL_BOUND, SAME_FILE_BOUND = 1e-4, 1.15, 1e-5, 1.25
+SPREAD = {"smollm2-135m": [1, 7, 15, 29, 30], "gemma3-270m": [1, 6, 7, 17, 18]}
+console = Console()
+
+
+class Oracle:
+    """llama.cpp on one file: logits of `tokens` and the hidden states behind the given layers."""
+
+    def __init__(self, path: Path, tokens: Sequence[int], layers: Sequence[int], **options: Any) -> None:
+        taps = [f"l_out-{layer}" for layer in layers]
+        n = len(tokens)
+        with Reference(path, n_ctx=n, n_ubatch=n, n_threads=usable_cores(), taps=taps, **options) as reference:
+            self.logits = reference.evaluate(tokens)
+            # After the last layer llama.cpp keeps only the rows whose logits are wanted: here all of them.
+            self.hidden = {layer: reference.hidden(layer) for layer in layers}
+
+
+def feed(tail: Tail, hidden: np.ndarray) -> np.ndarray:
+    """All logits of a tail given hidden states [n_tokens, n_embd] in one batch."""
+    n = len(hidden)
+    tail.trim(0, 0)
+    tail.decode(hidden, np.arange(n, dtype=np.int32), np.zeros(n, np.int32), np.ones(n, np.bool_))
+    return np.array(tail.logits_block())
+
+
+def evaluate(name: str, text: str, n_tokens: int, ks: Sequence[int] | None) -> list[dict[str, Any]]:
+    """One row a k."""
+    with tempfile.TemporaryDirectory() as folder, ModelFile(resolve_model(name)) as file:
+        spec = read_spec(file)
+        copy = write_f32_copy(file, Path(folder) / "f32.gguf")
+        with Hybrid(file.path, n_gpu_layers=0, n_ctx=256) as plain:
+            tokens = plain.tokenize(text)[:n_tokens]
+        if len(tokens) < n_tokens:
+            raise SystemExit(f"The text has only {len(tokens)} tokens for this model.")
+        ks = sorted({min(k, spec.n_layers) for k in ks or SPREAD.get(name, [1, spec.n_layers // 2, spec.n_layers])})
+        layers = [k - 1 for k in ks]
+        exact = Oracle(copy, tokens, layers, kv_dtype="f32", flash_attn="off")
+        oracle = Oracle(copy, tokens, layers)
+        same = Oracle(file.path, tokens, layers)
+        own = mean_kl(oracle.logits, same.logits)
+        console.print(
+            f"[b]{name}[/b]: {len(tokens)} tokens; llama.cpp on the file against its F32 copy: KL(P|Q) {own:.5f}, "
+            f"argmax agreement {argmax_agreement(oracle.logits, same.logits):.1%}"
+        )
+        return [_row(name, file, spec, k, tokens, exact, oracle, same, own) for k in ks]
+
+
+def _row(
+    name: str,
+    file: ModelFile,
+    spec: ModelSpec,
+    k: int,
+    tokens: Sequence[int],
+    exact: Oracle,
+    oracle: Oracle,
+    same: Oracle,
+    own: float,
+) -> dict[str, Any]:
+    n, cores = len(tokens), usable_cores()
+    placement = Placement(
+        device="cpu",
+        n_gpu_layers=k,
+        n_ctx=n,
+        n_batch=n,
+        n_ubatch=n,
+        n_threads_head=cores,
+        n_threads_tail=cores,
+        n_threads_tail_batch=cores,
+    )
+    row: dict[str, Any] = {"model": name, "k": k}
+    row["head"] = _boundary(file, spec, replace(placement, kv_dtype="f32"), tokens, exact.hidden[k - 1])
+    with closing(Engine(file, spec, placement)) as engine, engine.scoring():
+        split = engine.evaluate(tokens, outputs="all")
+        assert split is not None
+        row["KL(P|S)"] = mean_kl(oracle.logits, split)
+        if engine.tail is not None:
+            row["tail"] = float(np.abs(feed(engine.tail, same.hidden[k - 1]) - same.logits).max())
+            row["x tail fed P"] = row["KL(P|S)"] / mean_kl(oracle.logits, feed(engine.tail, oracle.hidden[k - 1]))
+    row["KL(Q|S) / KL(P|Q)"] = mean_kl(same.logits, split) / own
+    row["argmax = P"] = argmax_agreement(oracle.logits, split)
+    row["within bounds"] = bool(
+        row["head"] <= HEAD_BOUND
+        and row.get("tail", 0.0) == 0.0
+        and (row["x tail fed P"] <= KL_BOUND if "tail" in row else row["KL(P|S)"] <= KL_ALL_BOUND)
+        and row["KL(Q|S) / KL(P|Q)"] <= SAME_FILE_BOUND
+    )
+    return row
+
+
+def _boundary(
+    file: ModelFile, spec: ModelSpec, placement: Placement, tokens: Sequence[int], expected: np.ndarray
+) -> float:
+    from hybrid.head.head import Head
+
+    with closing(Head(file, spec, placement)) as head:
+        positions, seqs = np.arange(len(tokens)), np.zeros(len(tokens), np.int64)
+        return relative_difference(head.forward(np.array(tokens), positions, seqs).cpu().numpy(), expected)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    names = [
+        "model",
+        "k",
+        "head",
+        "tail",
+        "KL(P|S)",
+        "x tail fed P",
+        "KL(Q|S) / KL(P|Q)",
+        "argmax = P",
+        "within bounds",
+    ]
+    for name in names:
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for row in rows:
+        cells = [row.get(name, "–") for name in names]
+        table.add_row(*(f"{c:.3g}" if isinstance(c, float) else str(c) for c in cells))
+    console.print(table)
+
+
+def perplexity(model: Hybrid, text: str) -> tuple[float, int]:
+    """Perplexity over windows of the context, each begun afresh, first token of each not counted; tokens counted."""
+    tokens = model.tokenize(text)
+    total, count = 0.0, 0
+    for start in range(0, len(tokens), model.n_ctx):
+        window = tokens[start : start + model.n_ctx]
+        if len(window) > 1:
+            total += log_likelihood(model.logits(window), window)
+            count += len(window) - 1
+            console.print(f"{start + len(window)}/{len(tokens)} tokens: {math.exp(-total / count):.4f}")
+    if not count:
+        raise SystemExit("The text is too short: perplexity needs two tokens.")
+    return math.exp(-total / count), count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(SPREAD))
+    parser.add_argument("--text", type=Path, default=Path(__file__).with_name("alice.txt"))
+    parser.add_argument("-n", "--n-tokens", type=int, default=320)
+    parser.add_argument("-ngl", type=int, nargs="+")
+    parser.add_argument("--perplexity", type=Path, metavar="FILE")
+    parser.add_argument("--device")
+    parser.add_argument("-c", "--ctx-size", type=int, default=512)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    result: dict[str, Any] = {}
+    if args.perplexity:
+        for name in args.models:
+            k = args.ngl[0] if args.ngl else "auto"
+            with Hybrid(name, n_gpu_layers=k, device=args.device, n_ctx=args.ctx_size) as model:
+                value, count = perplexity(model, args.perplexity.read_text())
+                result[name] = {"perplexity": value, "n_tokens": count, "placement": model.placement.to_dict()}
+            console.print(f"{name}, {model_layers(result[name])}: perplexity {value:.4f} over {count} tokens")
+        failed = False
+    else:
+        rows = []
+        for name in args.models:
+            rows += (found := evaluate(name, args.text.read_text(), args.n_tokens, args.ngl))
+            show(found)
+        result = {"bounds": __doc__, "rows": rows}
+        failed = not all(row["within bounds"] for row in rows)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    sys.exit(failed)
+
+
+def model_layers(record: dict[str, Any]) -> str:
+    """ "k layers on DEVICE" of a record."""
+    placement = record["placement"]
+    return f"{placement['n_gpu_layers']} layers on {placement['device']}"
+
+
+if __name__ == "__main__":
+    main()
