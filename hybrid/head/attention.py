@@ -7,36 +7,47 @@ cannot (a soft cap on the scores) or where keys must be converted first and are 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-Read = Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]]
-"""(first, end, dtype) to K, V [end - first, n_kv_heads, head_dim] of those positions in `dtype`."""
-
 ROWS = 128
 """Query tokens at a time on the CPU: bounds the mask, and spares a chunk half of its masked-out products."""
 ROWS_ACCELERATOR = 512
-KEYS = 2048
-"""Keys at a time where they have to be converted: K and V of 1,024 values a token are then 16 MiB in float32."""
+CONVERT_BYTES = 16 << 20
+"""Float32 bytes of K and V to convert at a time: about what stays in cache until it is multiplied."""
 
 
-def attend(q: Tensor, p0: int, read: Read, held: torch.dtype, *, window: int, scale: float, softcap: float) -> Tensor:
-    """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, …; the keys of those are stored.
+@dataclass(frozen=True)
+class Keys:
+    """K and V of one sequence in one layer, wherever they are held."""
 
-    `held` is the dtype K and V are stored in. A query at p sees keys at max(0, p - window + 1) … p, all if window is 0.
-    Returns [n, n_heads, head_dim_v] float32.
+    read: Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]]
+    """(lo, hi, dtype) to K and V [hi - lo, n_kv_heads, head_dim] of positions lo … hi - 1 in `dtype`."""
+    dtype: torch.dtype
+    """What they are stored in; reading them in it copies nothing."""
+    n_values: int
+    """Values of K and V together for one token."""
+
+
+def attend(q: Tensor, p0: int, keys: Keys, *, window: int, scale: float, softcap: float) -> Tensor:
+    """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, …, whose own keys are stored already.
+
+    A query at p sees keys at max(0, p - window + 1) … p, all if window is 0; scores are softcap * tanh(s / softcap)
+    where softcap is not 0. Returns [n, n_heads, head_dim_v] float32.
 
     On the CPU everything is computed in float32: torch reads float16 there at a fraction of the memory's speed. On
-    an accelerator the products are in `held`, with the softmax in float32.
+    an accelerator the products are in the stored dtype, with the softmax in float32.
     """
     n, first = q.shape[0], first_key(p0, window)
     on_cpu = q.device.type == "cpu"
-    dtype = torch.float32 if on_cpu or softcap else held
-    if softcap or (held != dtype and p0 + n - first > KEYS):
-        return _blocked(q, p0, read, window, scale, softcap)
-    k, v = read(first, p0 + n, dtype)
+    dtype = torch.float32 if on_cpu else keys.dtype
+    block = max(1, CONVERT_BYTES // (4 * keys.n_values))
+    if softcap or (keys.dtype != dtype and p0 + n - first > block):
+        return _blocked(q, p0, keys, block, window, scale, softcap)
+    k, v = keys.read(first, p0 + n, dtype)
     q = q.to(dtype)
     step = ROWS if on_cpu else ROWS_ACCELERATOR
     out = []
@@ -62,14 +73,14 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scal
     return out[0].transpose(0, 1)
 
 
-def _blocked(q: Tensor, p0: int, read: Read, window: int, scale: float, softcap: float) -> Tensor:
+def _blocked(q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: float, softcap: float) -> Tensor:
     """The same with a running softmax over blocks of keys (Milakov and Gimelshein 2018; FlashAttention), in float32."""
     n, n_heads, _ = q.shape
     first, end = first_key(p0, window), p0 + n
     total: Tensor | None = None
-    for lo in range(first, end, KEYS):
-        hi = min(end, lo + KEYS)
-        k, v = read(lo, hi, torch.float32)
+    for lo in range(first, end, block):
+        hi = min(end, lo + block)
+        k, v = keys.read(lo, hi, torch.float32)
         n_kv_heads = k.shape[1]
         out = torch.zeros(n_kv_heads, n_heads // n_kv_heads, n, v.shape[2], device=q.device)
         peak = torch.full((*out.shape[:3], 1), -torch.inf, device=q.device)
@@ -120,9 +131,9 @@ def _shrink(peak: Tensor, top: Tensor) -> Tensor:
 def _visible(p0: int, n: int, lo: int, hi: int, window: int, device: torch.device) -> Tensor:
     """Whether queries at p0 … p0 + n - 1 see keys at lo … hi - 1: bool [n, hi - lo]."""
     queries = torch.arange(p0, p0 + n, device=device).unsqueeze(1)
-    keys = torch.arange(lo, hi, device=device)
-    visible = keys <= queries
-    return visible & (keys > queries - window) if window else visible
+    held = torch.arange(lo, hi, device=device)
+    visible = held <= queries
+    return visible & (held > queries - window) if window else visible
 
 
 def first_key(position: int, window: int) -> int:

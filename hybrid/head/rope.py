@@ -41,7 +41,7 @@ class Rope:
         """Rotation angles [n_tokens, n_dims / 2] in radians."""
         chain = np.full((len(positions), self.spec.n_dims // 2), self._theta_scale, np.float32)
         chain[:, 0] = positions
-        theta: Floats = np.multiply.accumulate(chain, axis=1) / self._factors
+        theta = np.multiply.accumulate(chain, axis=1).astype(np.float32, copy=False) / self._factors
         scaled: Floats = theta * self._scale
         if self._mix is not None:
             scaled = scaled * (np.float32(1) - self._mix) + theta * self._mix

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from hybrid.errors import BadRequestError
-from hybrid.head.attention import attend, first_key
+from hybrid.head.attention import Keys, attend, first_key
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -29,6 +31,7 @@ class LayerKV:
         self.window, self.scale, self.softcap = spec.window, spec.attn_scale, spec.attn_softcap
         self.capacity = capacity(spec.window, placement)
         self.n_batch = placement.n_batch
+        self.n_values = spec.n_embd_k + spec.n_embd_v
         shape = (placement.n_sequences, self.capacity, spec.n_kv_heads)
         self.k = torch.zeros(*shape, spec.head_dim_k, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, spec.head_dim_v, dtype=dtype, device=device)
@@ -48,15 +51,8 @@ class LayerKV:
 
     def attend(self, seq: int, p0: int, q: Tensor) -> Tensor:
         """Attention of q [n, n_heads, head_dim_k] at p0, …, the positions stored last."""
-        return attend(
-            q,
-            p0,
-            lambda lo, hi, dtype: self._read(seq, lo, hi, dtype),
-            self.k.dtype,
-            window=self.window,
-            scale=self.scale,
-            softcap=self.softcap,
-        )
+        keys = Keys(partial(self._read, seq), self.k.dtype, self.n_values)
+        return attend(q, p0, keys, window=self.window, scale=self.scale, softcap=self.softcap)
 
     def can_continue(self, seq: int, n: int) -> bool:
         """Whether a token at position n would find all it sees."""
