@@ -43,7 +43,7 @@ F32 = 0
 
 
 def tail_slice(file: ModelFile, spec: ModelSpec, k: int) -> VirtualGGUF:
-    """The virtual file with layers k.. of `file`. k = 0 gives the whole model, with the same rules.
+    """The virtual file with layers k.. of `file`.
 
     Nothing is copied but the header: tensors are ranges of the open file, which must stay open until it is loaded.
     Raises UnsupportedError where that k is not allowed, or leaves no layer.
@@ -59,14 +59,6 @@ def tail_slice(file: ModelFile, spec: ModelSpec, k: int) -> VirtualGGUF:
         records=list(_records(file, spec, k)),
         tensors=list(_tensors(file, spec, k)),
     )
-
-
-def needs_slice(file: ModelFile, spec: ModelSpec) -> bool:
-    """Whether llama.cpp would abort on the original file even at k = 0: a window is set, but no layer has one."""
-    architecture = KNOWN.get(spec.architecture)
-    if architecture is None or architecture.window_pattern is None or any(layer.window for layer in spec.layers):
-        return False
-    return bool(file.metadata.get(f"{file.architecture}.{WINDOW}"))
 
 
 def _records(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[bytes | memoryview]:

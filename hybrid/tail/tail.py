@@ -11,7 +11,7 @@ from hybrid.model.spec import ModelSpec
 from hybrid.schedule.placement import Placement
 from hybrid.tail.context import Context, context_params
 from hybrid.tail.model import Model, open_files, open_virtual
-from hybrid.tail.slice import needs_slice, tail_slice
+from hybrid.tail.slice import tail_slice
 from hybrid.tail.vocab import Vocabulary
 
 
@@ -94,6 +94,6 @@ def _load(
     progress: Callable[[float], None] | None,
     cancelled: Callable[[], bool] | None,
 ) -> Model:
-    if k == 0 and not needs_slice(file, spec):
+    if k == 0:
         return open_files([shard.path for shard in file.shards], progress=progress, cancelled=cancelled)
     return open_virtual(tail_slice(file, spec, k), file.path.name, progress=progress, cancelled=cancelled)
