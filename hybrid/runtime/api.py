@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.scheduler import Request, plan
+
+if TYPE_CHECKING:
+    from hybrid.tail.vocab import Vocabulary
 
 Message = Mapping[str, Any]
 
@@ -250,7 +253,9 @@ class Hybrid:
         if self._template is None:
             vocabulary = self.engine.vocabulary
             self._template = compile_template(
-                vocabulary.chat_template, bos_token=vocabulary.bos_text, eos_token=vocabulary.eos_text
+                vocabulary.chat_template,
+                bos_token=_spelled(vocabulary, vocabulary.bos),
+                eos_token=_spelled(vocabulary, vocabulary.eos),
             )
             if self._template.note:
                 self._notes.append(self._template.note)
@@ -290,3 +295,8 @@ class Hybrid:
             on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
         )
         result.append(completion)
+
+
+def _spelled(vocabulary: Vocabulary, token: int) -> str:
+    """How the vocabulary writes a token it may not have (-1)."""
+    return vocabulary.text(token) if token >= 0 else ""
