@@ -85,7 +85,12 @@ class Sampler:
         return int(self._lib.llama_sampler_sample(self._chain, context, index))
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token from `logits` [n_vocab] that llama.cpp did not compute; accepted into the penalties."""
+        """The next token from `logits` [n_vocab] that llama.cpp did not compute; accepted into the penalties.
+
+        Raises EngineError for logits that are not numbers: the chain would draw from them without a word.
+        """
+        if np.isnan(logits.max()):
+            raise EngineError("The model computed logits that are not numbers.")
         if self._candidates is None:
             dtype = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
             self._candidates = np.empty(len(self._ids), dtype)
@@ -97,7 +102,7 @@ class Sampler:
         array = lib.llama_token_data_array(data, len(self._ids), -1, False)
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
         if not 0 <= array.selected < array.size:
-            raise EngineError("llama.cpp's sampler chose no token (are the logits finite?).")
+            raise EngineError("llama.cpp's sampler chose no token.")
         token = int(array.data[array.selected].id)
         lib.llama_sampler_accept(self._chain, token)
         return token

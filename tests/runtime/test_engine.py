@@ -1,0 +1,155 @@
+"""The engine: two halves with one KV state, whatever is cut, reused, chunked or interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybrid.errors import BadRequestError, EngineError
+from hybrid.model.architectures import read_spec
+from hybrid.model.file import ModelFile
+from hybrid.runtime.engine import Engine
+from hybrid.schedule.placement import Placement
+from hybrid.tail.reference import Reference
+
+TOKENS = np.random.default_rng(1).integers(5, 300, 96).tolist()
+SPLITS = [("llama_f32", k) for k in range(5)] + [("gemma3_f32", k) for k in (0, 1, 5, 6, 7)]
+INVISIBLE = 5e-3
+"""The design's bound for F32 files, as a share of max|logit|."""
+
+
+@contextmanager
+def engine_of(path: Path, k: int, **changes: object) -> Iterator[Engine]:
+    options: dict[str, object] = {"n_ctx": 128, "n_batch": 32, "n_ubatch": 32, "device": "cpu", **changes}
+    placement = Placement(n_gpu_layers=k, **options)  # type: ignore[arg-type]
+    with ModelFile(path) as file, closing(Engine(file, read_spec(file), placement)) as engine:
+        yield engine
+
+
+def last_logits(engine: Engine, tokens: list[int]) -> np.ndarray:
+    engine.evaluate(tokens)
+    return engine.last_logits().copy()
+
+
+def assert_invisible(ours: np.ndarray, theirs: np.ndarray) -> None:
+    assert np.abs(ours - theirs).max() <= INVISIBLE * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(("model", "k"), SPLITS)
+def test_all_logits_equal_llama_cpp_for_every_split(model: str, k: int, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    with Reference(path, n_ctx=128) as reference:
+        expected = reference.evaluate(TOKENS)
+    with engine_of(path, k) as engine, engine.scoring():
+        logits = engine.evaluate(TOKENS, outputs="all")
+    assert logits is not None
+    assert_invisible(logits, expected)
+
+
+@pytest.mark.parametrize(("model", "k"), SPLITS)
+def test_a_reused_prefix_changes_nothing(model: str, k: int, request: pytest.FixtureRequest) -> None:
+    other = [*TOKENS[:40], 7, 8, 9]
+    with engine_of(request.getfixturevalue(model), k) as engine:
+        expected = last_logits(engine, other)
+        engine.trim(0)
+        engine.evaluate(TOKENS[:50])
+        kept = engine.reuse(other)
+        assert kept in (0, 40)  # 0 where a window has moved on
+        assert kept == 40 or model == "gemma3_f32"
+        assert engine.tokens() == tuple(other[:kept])
+        assert_invisible(last_logits(engine, other[kept:]), expected)
+        assert engine.tokens() == tuple(other)
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_the_last_token_of_a_known_prompt_is_evaluated_again(llama_f32: Path, k: int) -> None:
+    with engine_of(llama_f32, k) as engine:
+        expected = last_logits(engine, TOKENS[:20])
+        assert engine.reuse(TOKENS[:20]) == 19
+        assert_invisible(last_logits(engine, TOKENS[19:20]), expected)
+
+
+@pytest.mark.parametrize(("model", "k"), [("llama_f32", 0), ("llama_f32", 2), ("gemma3_f32", 3), ("gemma3_f32", 7)])
+def test_an_interrupted_prefill_leaves_both_halves_alike(model: str, k: int, request: pytest.FixtureRequest) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    with engine_of(request.getfixturevalue(model), k) as engine:
+        expected = last_logits(engine, TOKENS)
+        engine.trim(0)
+        with pytest.raises(KeyboardInterrupt):
+            engine.evaluate(TOKENS, progress=interrupt)
+        held = len(engine.tokens())
+        assert held < len(TOKENS)
+        assert held % 32 == 0
+        assert engine.tail is None or engine.tail.n_tokens(0) == held
+        assert_invisible(last_logits(engine, TOKENS[held:]), expected)
+
+
+@pytest.mark.parametrize("half", ["head", "tail"])
+@pytest.mark.parametrize("n", [1, 70])
+def test_a_half_that_fails_takes_the_other_back(llama_f32: Path, half: str, n: int, monkeypatch: object) -> None:
+    assert isinstance(monkeypatch, pytest.MonkeyPatch)
+    with engine_of(llama_f32, 2) as engine:
+        expected = last_logits(engine, TOKENS[: 10 + n])
+        engine.trim(0)
+        engine.evaluate(TOKENS[:10])
+
+        def fail(*args: object) -> None:
+            raise EngineError("broken on purpose")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(*((engine.head, "forward") if half == "head" else (engine.tail, "decode")), fail)
+            with pytest.raises(EngineError, match="on purpose"):
+                engine.evaluate(TOKENS[10 : 10 + n])
+        assert engine.tokens() == tuple(TOKENS[:10])
+        assert_invisible(last_logits(engine, TOKENS[10 : 10 + n]), expected)
+
+
+def test_sequences_do_not_see_each_other(llama_f32: Path) -> None:
+    with engine_of(llama_f32, 2, n_sequences=2) as engine:
+        expected = last_logits(engine, TOKENS[:30])
+        engine.trim(0)
+        engine.evaluate(TOKENS[50:80], seq=1)
+        engine.evaluate(TOKENS[:29])
+        engine.evaluate(TOKENS[80:90], seq=1)
+        assert_invisible(last_logits(engine, TOKENS[29:30]), expected)
+        assert engine.tokens(1) == tuple(TOKENS[50:90])
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_a_full_context_is_refused_with_both_numbers_and_harms_nothing(llama_f32: Path, k: int) -> None:
+    with engine_of(llama_f32, k) as engine:
+        engine.evaluate(TOKENS[:90])
+        with pytest.raises(BadRequestError, match=r"180 tokens .* 128"):
+            engine.evaluate(TOKENS[:90])
+        assert engine.tokens() == tuple(TOKENS[:90])
+        engine.evaluate(TOKENS[:38])
+        with pytest.raises(BadRequestError):
+            engine.evaluate([5])
+
+
+def test_scoring_leaves_an_engine_that_still_generates(llama_f32: Path) -> None:
+    with engine_of(llama_f32, 2) as engine:
+        expected = last_logits(engine, TOKENS[:20])
+        with engine.scoring():
+            assert engine.tokens() == ()
+            engine.evaluate(TOKENS[:20], outputs="all")
+        assert engine.tokens() == ()
+        assert_invisible(last_logits(engine, TOKENS[:20]), expected)
+
+
+def test_closing_twice_and_after_a_failed_load_is_harmless(llama_f32: Path, tmp_path: Path) -> None:
+    with engine_of(llama_f32, 2) as engine:
+        engine.close()
+        engine.close()
+    with ModelFile(llama_f32) as file:
+        spec = read_spec(file)
+        with pytest.raises(Exception, match="nosuch"):
+            Engine(file, spec, Placement(device="nosuch", n_gpu_layers=2, n_ctx=128))
+        with closing(Engine(file, spec, Placement(device="cpu", n_gpu_layers=2, n_ctx=128))) as engine:
+            engine.evaluate(TOKENS[:3])

@@ -1,0 +1,96 @@
+"""Sampling goes through llama.cpp's chain, whichever half made the logits."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hybrid.errors import BadRequestError, EngineError
+from hybrid.runtime.sampling import Sampler, SamplingParams
+from hybrid.tail.reference import Reference
+
+CHAINS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"seed": 7},
+    {"seed": 7, "temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"seed": 3, "repeat_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    {"seed": 5, "logit_bias": {5: 8.0, 6: float("-inf")}},
+]
+
+
+@pytest.mark.parametrize("options", CHAINS)
+def test_the_same_logits_give_the_same_tokens_from_numpy_and_from_a_context(
+    llama_f32: Path, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(**options)
+    with (
+        Reference(llama_f32, n_ctx=64) as reference,
+        Sampler(params, reference.n_vocab) as there,
+        Sampler(params, reference.n_vocab) as here,
+    ):
+        reference.evaluate([1, 70, 80])
+        for _ in range(20):
+            row = reference.logits(-1).copy()
+            token = there.sample_from(reference.context, -1)
+            assert here.sample(row) == token
+            reference.evaluate([token])
+
+
+def test_greedy_takes_the_argmax_and_a_ban_the_next() -> None:
+    logits = np.array([0.0, 3.0, 2.0, 1.0], np.float32)
+    with closing(Sampler(SamplingParams(temperature=0), 4)) as greedy:
+        assert greedy.sample(logits) == 1
+    with closing(Sampler(SamplingParams(temperature=0, logit_bias={1: float("-inf")}), 4)) as banned:
+        assert banned.sample(logits) == 2
+
+
+def test_penalties_see_accepted_tokens() -> None:
+    logits = np.array([1.0, 3.0, 2.9, 1.0], np.float32)
+    with Sampler(SamplingParams(temperature=0, repeat_penalty=2.0), 4) as sampler:
+        sampler.accept([1])
+        assert sampler.sample(logits) == 2
+
+
+def test_a_seed_repeats_and_seeds_differ() -> None:
+    logits = np.zeros(1000, np.float32)
+
+    def draw(seed: int | None) -> list[int]:
+        with Sampler(SamplingParams(seed=seed, top_k=0, min_p=0.0, top_p=1.0), 1000) as sampler:
+            return [sampler.sample(logits) for _ in range(8)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert draw(None) != draw(None)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"repeat_penalty": 0.0},
+        {"top_k": 2**40},
+        {"seed": -2},
+        {"seed": 2**32},
+        {"logit_bias": {0: float("nan")}},
+    ],
+)
+def test_senseless_parameters_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(BadRequestError, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_a_bias_on_no_token_is_refused() -> None:
+    with pytest.raises(BadRequestError, match="token 9"):
+        Sampler(SamplingParams(logit_bias={9: 1.0}), 4)
+
+
+def test_logits_that_are_no_numbers_are_an_error_not_an_abort() -> None:
+    with Sampler(SamplingParams(seed=1), 4) as sampler, pytest.raises(EngineError, match="not numbers"):
+        sampler.sample(np.full(4, np.nan, np.float32))
