@@ -58,6 +58,7 @@ class DeviceKVCache:
         """Tokens of `seq` that every layer has stored."""
         return self._layers[-1].end[seq]
 
+    @torch.inference_mode()
     def copy(self, src: int, dst: int, n: int) -> None:
         """See `KVCache.copy`. Raises BadRequestError if `src` no longer holds what the next token of `dst` will see."""
         self._check_seq(src)
@@ -69,12 +70,14 @@ class DeviceKVCache:
         for kv in self._layers:
             kv.copy(src, dst, n)
 
+    @torch.inference_mode()
     def save(self, seq: int) -> bytes:
         """See `KVCache.save`: K and V of what each layer holds, with the shape they have."""
         self._check_seq(seq)
         n = self.length(seq)
         return pack(self._shape(), n, [kv.first[seq] for kv in self._layers], [kv.held(seq) for kv in self._layers])
 
+    @torch.inference_mode()
     def load(self, seq: int, state: bytes) -> int:
         """See `KVCache.load`; the state may come from a cache of another n_ctx, n_batch or device."""
         self._check_seq(seq)

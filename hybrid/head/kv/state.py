@@ -58,12 +58,10 @@ def unpack(
     ]
     if sum(math.prod(size) for size in sizes) * dtype.itemsize != len(body):
         raise BadRequestError("The saved state is damaged: its length does not match its header.")
-    tensors, at = [], 0
-    for size in sizes:
-        n_bytes = math.prod(size) * dtype.itemsize
-        raw = torch.from_numpy(np.frombuffer(body[at : at + n_bytes], np.uint8).copy())
-        tensors.append(raw.view(dtype).view(size))
-        at += n_bytes
+    values = torch.empty(len(body) // dtype.itemsize, dtype=dtype)
+    values.view(torch.uint8).numpy()[:] = np.frombuffer(body, np.uint8)
+    flat = torch.split(values, [math.prod(size) for size in sizes])
+    tensors = [x.view(size) for x, size in zip(flat, sizes, strict=True)]
     return n, first, list(zip(tensors[0::2], tensors[1::2], strict=True))
 
 
