@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hybrid.apps.lines import silent_keyboard
 from hybrid.errors import HybridError
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ HELP = """\
 /clear        forget the conversation (the system prompt stays)
 /stats        what the last answer took, and what runs where
 /exit         leave (so does Ctrl-D)
-Ctrl-C stops an answer. Alt-Enter begins a new line. A message that begins with a slash: put a space before it."""
+Ctrl-C stops an answer, Alt-Enter begins a new line of a message.
+To send a message that begins with a slash, put a space before it."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a terminal would obey: a model must not move the cursor."""
 
@@ -64,8 +66,8 @@ class Chat:
         """Read, answer, repeat, until the person leaves."""
         where = self.model.placement
         k = where.n_gpu_layers
-        split = "all layers on the CPU" if k == 0 else f"{k} layers on {where.device}"
-        self._say(f"{self.model.model_path.name}, {split}. /help lists the commands, Ctrl-D leaves.")
+        split = f"{k} layers on {where.device}" if k else "all layers on the CPU"
+        self._say(f"{self.model.model_path.stem}, {split}.\n/help lists the commands, Ctrl-D leaves.\n")
         going = True
         while going:
             try:
@@ -97,7 +99,7 @@ class Chat:
         completion: Completion | None = None
         try:
             stream = self.model.chat(messages, stream=True, **self.options)
-            with _interrupts(stream.cancel):
+            with silent_keyboard(), _interrupts(stream.cancel):
                 for piece in stream:
                     self._write(piece if pieces else piece.lstrip())
                     pieces.append(piece)
@@ -105,19 +107,19 @@ class Chat:
         except KeyboardInterrupt:
             pass
         except HybridError as e:
-            self._say(str(e) + " The conversation is as it was." * bool(self.messages))
+            self._say(f"{e}\n")
             return
-        if pieces and not pieces[-1].endswith("\n"):
-            self._write("\n")
         if pieces:
+            self._write("" if pieces[-1].endswith("\n") else "\n")
             self.messages = [*self.messages, messages[-1], {"role": "assistant", "content": "".join(pieces)}]
-        if completion is None or completion.finish_reason == "interrupted":
-            self._say("(stopped)")
-        if completion is not None:
-            self.last = completion
-            self._say(summary(completion, self.model.n_used, self.model.n_ctx))
-            if completion.finish_reason == "length" and self.model.n_used >= self.model.n_ctx:
-                self._say("The context is full: /clear begins a new conversation, -c N makes room for longer ones.")
+        if completion is None:
+            self._say("(stopped)\n")
+            return
+        self.last = completion
+        self._say(f"({summary(completion, self.model.n_used, self.model.n_ctx)})")
+        if completion.finish_reason == "length" and self.model.n_used >= self.model.n_ctx:
+            self._say("The context is full: /clear begins a new conversation, -c N makes room for longer ones.")
+        self._say("")
 
     def _prefix(self) -> list[dict[str, str]]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -159,13 +161,13 @@ class Chat:
 
 def summary(completion: Completion, n_used: int, n_ctx: int) -> str:
     """One line about an answer."""
-    timings = completion.timings
-    parts = [f"{len(completion.tokens)} tokens"]
+    timings, n = completion.timings, len(completion.tokens)
+    parts = ["stopped"] * (completion.finish_reason == "interrupted") + [f"{n} token{'s' * (n != 1)}"]
     if timings.decode_tok_per_s is not None:
         parts.append(f"{timings.decode_tok_per_s:.1f} per second")
     if timings.ttft_s is not None:
         parts.append(f"the first after {timings.ttft_s:.2f} s")
-    return f"({', '.join(parts)}; context {n_used} of {n_ctx})"
+    return f"{', '.join(parts)}; context {n_used} of {n_ctx}"
 
 
 def details(model: Hybrid, last: Completion | None) -> list[str]:
@@ -183,7 +185,7 @@ def details(model: Hybrid, last: Completion | None) -> list[str]:
         prefill = "" if speed.prefill_tok_per_s is None else f", {speed.prefill_tok_per_s:.1f} tokens per second"
         lines += [
             f"prompt   {last.n_prompt_tokens} tokens, {reused} of them reused{prefill}",
-            f"answer   {summary(last, model.n_used, model.n_ctx)[1:-1]}",
+            f"answer   {summary(last, model.n_used, model.n_ctx)}",
             f"memory   {_mib(last.memory.device_bytes)} on the device, {_mib(last.memory.host_bytes)} on the host",
         ]
     return lines

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import sys
+import termios
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -33,12 +36,30 @@ class LineReader:
             complete_while_typing=False,
             key_bindings=keys,
             prompt_continuation="  ",
-            output=create_output(always_prefer_tty=True),  # where stdout goes into a file, the line is on stderr
+            # Where stdout goes into a file, the line is edited on stderr.
+            output=None if sys.stdout.isatty() else create_output(always_prefer_tty=True),
         )
 
     def read(self) -> str:
         """One message. Raises KeyboardInterrupt for Ctrl-C, EOFError for Ctrl-D."""
         return self._session.prompt("> ")
+
+
+@contextmanager
+def silent_keyboard() -> Iterator[None]:
+    """Within, what is typed is not echoed into what is printed; it stays there for the next `read`."""
+    try:
+        fd = sys.stdin.fileno()
+        before = termios.tcgetattr(fd)
+    except (OSError, ValueError, termios.error):  # stdin is no terminal
+        yield
+        return
+    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(fd, termios.TCSADRAIN, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 class _CommandCompleter(Completer):

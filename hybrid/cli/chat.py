@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import click
@@ -42,8 +43,10 @@ def command(model: str | None, prompt: str | None, system: str | None, as_json: 
 
 def _converse(model: str | None, system: str | None, options: dict[str, Any]) -> None:
     from hybrid.apps.chat import Chat
-    from hybrid.apps.lines import LineReader
+    from hybrid.apps.lines import LineReader, silent_keyboard
 
-    with open_session(model, options) as session:
+    with ExitStack() as stack:
+        with silent_keyboard():  # what is typed while the model loads waits for the prompt
+            session = stack.enter_context(open_session(model, options))
         chat = Chat(session.model, pick(SAMPLING, options), system=system, before_output=session.say_notes)
         chat.run(LineReader(list(chat.commands)))

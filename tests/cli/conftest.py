@@ -31,7 +31,8 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(tmp_path: Path) -> dict[str, str]:
     """An environment in which nothing of the person's own is touched."""
     keep = {k: v for k, v in os.environ.items() if not k.startswith(("HYBRID_", "XDG_"))}
-    return {**keep, "HOME": str(tmp_path), "TERM": "xterm", "HYBRID_MODELS": str(tmp_path / "none")}
+    terminal = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # a pipe to us does not answer where its cursor is
+    return {**keep, **terminal, "HOME": str(tmp_path), "HYBRID_MODELS": str(tmp_path / "none")}
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -77,7 +77,7 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_keeps_what_was_said(capsys
     chat = talk(FakeModel(between=press), "one two three", "again")
     assert roles(chat)[:2] == [("user", "one two three"), ("assistant", " You said")]
     assert roles(chat)[2:] == [("user", "again"), ("assistant", " You said again")]
-    assert "(stopped)" in capsys.readouterr().err
+    assert "(stopped, 2 tokens" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
 
 
