@@ -346,7 +346,7 @@ def child_memory(path: str, k: int) -> None:
     with ModelFile(path) as file:
         spec = read_spec(file)
         start = rss()
-        vocabulary = Vocabulary.open(file)
+        vocabulary = Vocabulary.open(file.path)
         vocabulary_bytes = rss() - start
         vocabulary.close()
         placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=1024)
