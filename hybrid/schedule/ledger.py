@@ -1,62 +1,197 @@
-"""Ledger: bytes a Placement needs, by pure arithmetic over a ModelSpec. No torch, no model load."""
+"""Ledger: bytes a Placement needs, by pure arithmetic over a ModelSpec. No torch, no model load.
+
+Two books a side: static (weights) and dynamic (everything that depends on how the model is run). Allocated bytes; what
+is resident may be less, because pages that nobody touched are not there.
+"""
 
 from __future__ import annotations
 
-from hybrid.model.spec import LayerSpec, ModelSpec
-from hybrid.schedule.placement import KVDtype, Placement
+from dataclasses import asdict, dataclass
+from typing import Any
 
-BLOCK_BYTES: dict[KVDtype, tuple[int, int]] = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34)}
-"""Values per block and bytes per block of each cache type."""
+from hybrid.model.spec import ModelSpec
+from hybrid.schedule import head_size, llama_size
+from hybrid.schedule.kv_size import (
+    cached_tokens,
+    kv_bytes,
+    kv_bytes_per_token,
+    layer_kv_bytes,
+    llama_layer_kv_bytes,
+)
+from hybrid.schedule.placement import Placement
+
+__all__ = ["Books", "Dynamic", "Ledger", "Static", "cached_tokens", "kv_bytes", "kv_bytes_per_token", "ledger_of"]
+
+CUDA_CONTEXT_BYTES = 512 << 20
+"""VRAM of a CUDA context with torch's kernels and cuBLAS' workspace: assumed; 300 to 600 MiB, by card and driver."""
+PYTHON_BYTES = 60 << 20
+"""Resident memory of the interpreter, numpy and llama.cpp's library: 55 MiB measured."""
+TORCH_BYTES = 220 << 20
+"""Of torch on top, in its CPU build: 190 to 220 MiB measured. With CUDA it is more; that part is mapped code."""
 
 
-def row_bytes(n_values: int, dtype: KVDtype) -> int:
-    """Bytes of one cached row of `n_values` (a whole number of blocks)."""
-    per_block, size = BLOCK_BYTES[dtype]
-    return -(-n_values // per_block) * size
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Weights, in bytes."""
+
+    layers: tuple[int, ...] = ()
+    """Each layer that lives here, in order."""
+    output_head: int = 0
+    """Output matrix and final norm (a tied token embedding counts here, where it is the output matrix)."""
+    embedding: int = 0
+    """Token embedding beside it."""
+
+    @property
+    def n_bytes(self) -> int:
+        """All of it."""
+        return sum(self.layers) + self.output_head + self.embedding
 
 
-def kv_bytes_per_token(layer: LayerSpec, dtype: KVDtype) -> int:
-    """K and V of one token in one layer."""
-    return row_bytes(layer.n_embd_k, dtype) + row_bytes(layer.n_embd_v, dtype)
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """What grows with the context, the batch and the number of sequences, in bytes."""
+
+    kv: tuple[int, ...] = ()
+    """K and V of each layer of which some lies here, in order."""
+    activations: int = 0
+    """Temporaries of one batch in torch."""
+    workspace: int = 0
+    """A tile of dequantised weights (torch); rounded activations and attention tiles (llama.cpp)."""
+    compute: int = 0
+    """llama.cpp's compute buffer."""
+    output: int = 0
+    """llama.cpp's buffer of logits."""
+    staging: int = 0
+    """Buffers between the sides: hidden states, and K and V where they are streamed."""
+    vocabulary: int = 0
+    runtime: int = 0
+    """The CUDA context; the interpreter and its libraries."""
+
+    @property
+    def n_bytes(self) -> int:
+        """All of it."""
+        rest = self.activations + self.workspace + self.compute + self.output + self.staging
+        return sum(self.kv) + rest + self.vocabulary + self.runtime
 
 
-def cached_tokens(layer: LayerSpec, placement: Placement) -> int:
-    """Tokens per sequence the layer has room for: the context, or the window plus one chunk where it slides."""
-    if layer.window and not placement.swa_full:
-        return min(placement.n_ctx, layer.window + placement.n_batch)
-    return placement.n_ctx
+@dataclass(frozen=True)
+class Books:
+    """One side's two books."""
+
+    static: Static
+    dynamic: Dynamic
+
+    @property
+    def n_bytes(self) -> int:
+        """Both books."""
+        return self.static.n_bytes + self.dynamic.n_bytes
 
 
-def kv_bytes(spec: ModelSpec, placement: Placement, first: int = 0, last: int | None = None) -> int:
-    """KV bytes of layers first..last-1 for all sequences:
-    2 (K and V) x layers x sequences x cached tokens x kv heads x head dim x bytes per value, layer by layer."""
-    return sum(
-        placement.n_sequences * cached_tokens(layer, placement) * kv_bytes_per_token(layer, placement.kv_dtype)
-        for layer in spec.layers[first:last]
+@dataclass(frozen=True)
+class Ledger:
+    """Where a placement's bytes are: on the device of the head, and on the host."""
+
+    placement: Placement
+    device: Books
+    host: Books
+    mapped_bytes: int
+    """The part of the host's static book that is the mapped model file: page cache, which the kernel may drop."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the "device" is the CPU, and its bytes lie in RAM too."""
+        return self.placement.device == "cpu" and self.placement.n_gpu_layers > 0
+
+    @property
+    def vram_bytes(self) -> int:
+        """Bytes on the device, emulated or not."""
+        return self.device.n_bytes
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes in RAM, those of an emulated device and the mapped file included."""
+        return self.host.n_bytes + (self.device.n_bytes if self.emulated else 0)
+
+    @property
+    def kv_bytes(self) -> int:
+        """K and V of every layer, wherever they lie."""
+        return sum(self.device.dynamic.kv) + sum(self.host.dynamic.kv)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every entry as JSON-ready values."""
+        return {
+            "device": {"static": asdict(self.device.static), "dynamic": asdict(self.device.dynamic)},
+            "host": {"static": asdict(self.host.static), "dynamic": asdict(self.host.dynamic)},
+            "mapped_bytes": self.mapped_bytes,
+            "vram_bytes": self.vram_bytes,
+            "ram_bytes": self.ram_bytes,
+            "kv_bytes": self.kv_bytes,
+        }
+
+
+def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
+    """The Ledger of a placement."""
+    k, n_layers, device = placement.n_gpu_layers, spec.n_layers, placement.device
+    head, tail = spec.layers[:k], spec.layers[k:]
+    all_on_device = k == n_layers
+    on_device, on_host = _head_kv(spec, placement)
+    gpu = k > 0 and device != "cpu"
+    device_books = Books(
+        Static(
+            layers=tuple(head_size.layer_weight_bytes(layer, device) for layer in head),
+            output_head=head_size.output_head_bytes(spec, device) if all_on_device else 0,
+        ),
+        Dynamic(
+            kv=on_device,
+            activations=head_size.activation_bytes(spec, placement),
+            workspace=head_size.workspace_bytes(spec, placement),
+            staging=2 * max(on_host, default=0) if placement.kv == "stream" else 0,
+            runtime=CUDA_CONTEXT_BYTES if gpu and device.startswith("cuda") else 0,
+        ),
     )
+    static = Static()
+    if not all_on_device:
+        static = Static(
+            layers=tuple(llama_size.layer_weight_bytes(layer) for layer in tail),
+            output_head=llama_size.output_head_bytes(spec, k),
+            embedding=llama_size.embedding_bytes(spec, k),
+        )
+    host = Books(
+        static,
+        Dynamic(
+            kv=on_host + tuple(llama_layer_kv_bytes(layer, placement) for layer in tail),
+            workspace=llama_size.work_bytes(spec, placement),
+            compute=llama_size.compute_bytes(spec, placement),
+            output=llama_size.output_bytes(spec, placement),
+            staging=_host_staging(spec, placement) if gpu else 0,
+            vocabulary=llama_size.vocabulary_bytes(spec),
+            runtime=PYTHON_BYTES + (TORCH_BYTES if k > 0 else 0),
+        ),
+    )
+    mapped = static.n_bytes - llama_size.repacked_bytes(spec) if k == 0 else 0
+    return Ledger(placement, device_books, host, mapped)
 
 
-def head_weight_bytes(spec: ModelSpec, placement: Placement) -> int:
-    """Device bytes of the head's weights: as stored in the file on a GPU, 4 a value on `cpu`, which expands them.
+def _head_kv(spec: ModelSpec, placement: Placement) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """K and V of the head's layers, by where the strategy keeps them: on the device, on the host."""
+    on_device, on_host = [], []
+    room = placement.kv_budget
+    for layer in spec.layers[: placement.n_gpu_layers]:
+        size = layer_kv_bytes(layer, placement)
+        if placement.kv == "device" or (layer.window and placement.kv_keep_sliding):
+            on_device.append(size)
+        elif placement.kv == "tiered":
+            here = size if room is None else min(size, room)
+            room = None if room is None else room - here
+            on_device.append(here)
+            on_host.append(size - here)
+        else:
+            on_host.append(size)
+    return tuple(on_device), tuple(on_host)
 
-    At k = L the output head is there too. Token embeddings stay on the host unless they are the output head.
-    """
-    k = placement.n_gpu_layers
-    tensors = [t for layer in spec.layers[:k] for t in layer.weights.values()]
-    if k == spec.n_layers:
-        tensors += [spec.output_tensor, spec.weights["output_norm.weight"]]
-    expanded = placement.device == "cpu"
-    return sum(4 * t.n_values if expanded else t.n_bytes for t in tensors)
 
-
-def tail_weight_bytes(spec: ModelSpec, placement: Placement) -> int:
-    """Host bytes of the tail's weights. For k > 0 they are anonymous memory; at k = 0 llama.cpp maps the file,
-    which is page cache the kernel may reclaim."""
-    k = placement.n_gpu_layers
-    if k == spec.n_layers:
-        return 0
-    layers = sum(layer.weight_bytes for layer in spec.layers[k:])
-    outside = sum(t.n_bytes for name, t in spec.weights.items() if k == 0 or name != "token_embd.weight")
-    if k > 0 and spec.tied_output:
-        outside += spec.weights["token_embd.weight"].n_bytes
-    return layers + outside
+def _host_staging(spec: ModelSpec, placement: Placement) -> int:
+    """Pinned host memory: embedded tokens on their way to a GPU, and two buffers of hidden states on theirs back."""
+    rows = 4 * placement.n_batch * spec.n_embd
+    between = 2 * rows if placement.n_gpu_layers < spec.n_layers else 0
+    return rows + between

@@ -9,8 +9,10 @@ from pathlib import Path
 from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
-from hybrid.schedule import ledger
-from hybrid.schedule.machine import available_ram, usable_cores
+from hybrid.schedule.budget import VRAM_RESERVE, Budget, mib, ram_budget
+from hybrid.schedule.kv_size import kv_bytes
+from hybrid.schedule.ledger import ledger_of
+from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
 
 DEFAULT_N_CTX = 4096
@@ -18,8 +20,6 @@ DEFAULT_N_CTX = 4096
 DEFAULT_N_BATCH = 512
 CONTEXT_SHARE = 0.25
 """The share of available memory that a context nobody asked for may take."""
-VRAM_RESERVE = 512 << 20
-"""Bytes of VRAM left to the desktop by `auto`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
         return spec.n_ctx_train
     n_ctx = min(DEFAULT_N_CTX, spec.n_ctx_train)
     budget = int(available_ram() * CONTEXT_SHARE)
-    while n_ctx > 256 and ledger.kv_bytes(spec, replace(base, n_ctx=n_ctx)) > budget:
+    while n_ctx > 256 and kv_bytes(spec, replace(base, n_ctx=n_ctx)) > budget:
         n_ctx //= 2
     notes.append(f"Context: {n_ctx} tokens of the {spec.n_ctx_train} the model was trained for (change it with -c).")
     return n_ctx
@@ -175,14 +175,14 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: li
         free, total = torch.cuda.mem_get_info(device)
     else:
         free = total = available_ram()
+    budget = Budget(vram_bytes=free - VRAM_RESERVE, ram_bytes=ram_budget())
     for k in sorted(find_splits(spec).allowed, reverse=True):
-        placement = replace(base, n_gpu_layers=k)
-        need = ledger.head_weight_bytes(spec, placement) + ledger.kv_bytes(spec, placement, 0, k)
-        if k == 0 or need + VRAM_RESERVE <= free:
+        ledger = ledger_of(spec, replace(base, n_gpu_layers=k))
+        if k == 0 or budget.shortfall(ledger) is None:
             break
     notes.append(
-        f"{k} of {spec.n_layers} layers on {device}: {need / 2**30:.1f} GiB of the {free / 2**30:.1f} GiB free "
-        f"({total / 2**30:.1f} GiB in all, {VRAM_RESERVE >> 20} MiB kept for the desktop)."
+        f"{k} of {spec.n_layers} layers on {device}: {ledger.vram_bytes / 2**30:.1f} GiB of the "
+        f"{free / 2**30:.1f} GiB free ({total / 2**30:.1f} GiB in all, {VRAM_RESERVE >> 20} MiB kept for the desktop)."
     )
     return k
 
@@ -201,15 +201,11 @@ def _with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
 
 
 def _check_memory(spec: ModelSpec, placement: Placement) -> None:
-    k = placement.n_gpu_layers
-    need = ledger.kv_bytes(spec, placement, k)
-    if k > 0:
-        need += ledger.tail_weight_bytes(spec, placement)
-    if placement.device == "cpu" and k > 0:
-        need += ledger.head_weight_bytes(spec, placement) + ledger.kv_bytes(spec, placement, 0, k)
-    available = available_ram()
-    if need > available:
+    """Both memories count; but a file that llama.cpp merely maps may be larger than the RAM."""
+    ledger = ledger_of(spec, placement)
+    need, allowed = ledger.ram_bytes - ledger.mapped_bytes, ram_budget()
+    if need > allowed:
         raise OutOfMemoryError(
-            f"This needs {need / 2**30:.1f} GiB of RAM, but {available / 2**30:.1f} GiB are available; "
+            f"This needs {mib(need)} of RAM, but only {mib(allowed)} may be used (a margin is left to the system); "
             "use a shorter context (-c) or fewer layers."
         )

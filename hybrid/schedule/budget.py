@@ -1,0 +1,47 @@
+"""Budget: what a placement may take of both memories, and whether a Ledger stays within it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.schedule.ledger import Ledger
+from hybrid.schedule.limits import available_ram, total_ram
+
+VRAM_RESERVE = 512 << 20
+"""Bytes of VRAM left to the desktop unless `--vram-reserve` says otherwise."""
+LEAST_MARGIN, MOST_MARGIN = 128 << 20, 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Bytes that may be taken; what the desktop and the system need is off already."""
+
+    vram_bytes: int | None = None
+    """On the head's device; None: no limit of its own (an emulated device, whose bytes are RAM)."""
+    ram_bytes: int
+
+    def shortfall(self, ledger: Ledger) -> str | None:
+        """What is missing, as a phrase; None where the placement fits both memories.
+
+        The mapped file counts as RAM: with less, it would be read from the disk at every token.
+        """
+        if ledger.placement.n_gpu_layers and self.vram_bytes is not None and ledger.vram_bytes > self.vram_bytes:
+            return f"needs {mib(ledger.vram_bytes)} of VRAM, {mib(self.vram_bytes)} may be used"
+        if ledger.ram_bytes > self.ram_bytes:
+            return f"needs {mib(ledger.ram_bytes)} of RAM, {mib(self.ram_bytes)} may be used"
+        return None
+
+
+def ram_margin(total: int) -> int:
+    """Bytes of RAM left to the system: a twentieth of what there is, 128 MiB at least and 1 GiB at most."""
+    return min(max(total // 20, LEAST_MARGIN), MOST_MARGIN)
+
+
+def ram_budget() -> int:
+    """Bytes of RAM that may be taken now."""
+    return max(0, available_ram() - ram_margin(total_ram()))
+
+
+def mib(n_bytes: int) -> str:
+    """Bytes for people: MiB below 10 GiB."""
+    return f"{n_bytes / 2**20:,.0f} MiB" if n_bytes < 10 << 30 else f"{n_bytes / 2**30:,.1f} GiB"

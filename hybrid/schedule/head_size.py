@@ -1,0 +1,127 @@
+"""What the head allocates in torch, by the arithmetic of `hybrid/head`: weights as held, a batch's temporaries, and
+the workspace of dequantised tiles. Without torch, so the constants below repeat the head's; a test compares them.
+
+Sizes are in values of one token: E the residual stream, Q the queries, K and V the keys and values, F the
+feed-forward part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.model.records import TensorInfo
+from hybrid.model.spec import LayerSpec, ModelSpec
+from hybrid.schedule.kv_size import cached_tokens
+from hybrid.schedule.placement import Placement
+
+QUANTISED = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30})
+"""GGUF types the head can hold as they are (`hybrid.head.dequant.SUPPORTED`); others are expanded at load."""
+CONVERT_BYTES = 16 << 20
+"""Float32 bytes of K and V converted at a time (`hybrid.head.attention`)."""
+TILE_TEMPORARY_BYTES = 10.5
+"""Of one weight on its way from blocks to numbers: the most of all types (`hybrid.head.dequant`)."""
+
+
+@dataclass(frozen=True)
+class HeadPolicy:
+    """How the head computes on a kind of device (`hybrid.head.device.Compute`)."""
+
+    expand: bool
+    value_bytes: int
+    """Of a weight that is expanded, and of a matmul's inputs."""
+    tile_values: int
+    rows: int
+    """Query tokens that attend at a time."""
+
+
+CPU = HeadPolicy(expand=True, value_bytes=4, tile_values=1 << 18, rows=128)
+ACCELERATOR = HeadPolicy(expand=False, value_bytes=2, tile_values=1 << 23, rows=512)
+
+
+def policy(device: str) -> HeadPolicy:
+    """The policy for a torch device string."""
+    return CPU if device.split(":")[0] == "cpu" else ACCELERATOR
+
+
+def tensor_bytes(tensor: TensorInfo, device: str) -> int:
+    """One tensor as the device holds it: vectors in float32, matrices quantised or expanded."""
+    how = policy(device)
+    if len(tensor.shape) < 2:
+        return 4 * tensor.n_values
+    quantised = not how.expand and tensor.type in QUANTISED
+    return tensor.n_bytes if quantised else how.value_bytes * tensor.n_values
+
+
+def layer_weight_bytes(layer: LayerSpec, device: str) -> int:
+    """Device bytes of one layer's weights."""
+    return sum(tensor_bytes(t, device) for t in layer.weights.values())
+
+
+def output_head_bytes(spec: ModelSpec, device: str) -> int:
+    """Device bytes of the output matrix and the final norm, which are there at k = L only."""
+    outside = [spec.output_tensor, *(t for name, t in spec.weights.items() if name in OUTPUT)]
+    return sum(tensor_bytes(t, device) for t in outside)
+
+
+OUTPUT = ("output_norm.weight", "output.bias")
+
+
+def activation_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """The most bytes a batch's tensors take at once: n_batch tokens through the layer that needs most, or the logits
+    of one token a sequence at k = L."""
+    k = placement.n_gpu_layers
+    if k == 0:
+        return 0
+    n = min(placement.n_batch, placement.n_ctx)
+    most = max(max(_feed_forward(spec, layer, n, placement), _attention(spec, layer, n, placement))
+               for layer in spec.layers[:k])  # fmt: skip
+    logits = 4 * placement.n_sequences * (spec.n_vocab + spec.n_embd) if k == spec.n_layers else 0
+    return max(most, logits)
+
+
+def workspace_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """One tile of dequantised weights and what making it takes; nothing where weights are held expanded."""
+    how, k = policy(placement.device), placement.n_gpu_layers
+    if how.expand or k == 0:
+        return 0
+    matrices = [t for layer in spec.layers[:k] for t in layer.weights.values()]
+    if k == spec.n_layers:
+        matrices.append(spec.output_tensor)
+    tiled = [t.n_values for t in matrices if len(t.shape) > 1 and t.type in QUANTISED and t.type != BF16]
+    values = min(how.tile_values, max(tiled, default=0))
+    return int(values * (how.value_bytes + TILE_TEMPORARY_BYTES))
+
+
+BF16 = 30
+"""Already what an accelerator multiplies."""
+
+
+def _feed_forward(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) -> int:
+    """Embedding, residual before and after attention, attention's output and the norm's (5 E) beside two F.
+
+    On the CPU gelu is looked up in a table: an index, the value, and a mask beside its argument.
+    """
+    on_cpu = policy(placement.device).expand
+    widths = 4.25 if on_cpu and layer.ffn.activation == "gelu" else 2.0
+    n_ff = layer.ffn.n_ff * max(1, layer.ffn.n_experts_used)
+    return int(4 * n * (5 * spec.n_embd + widths * n_ff))
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) -> int:
+    """Embedding, residual and norm (3 E), q, k and v before and q and k after rotation, and attention itself."""
+    q, kv = layer.n_heads * layer.head_dim_k, layer.n_embd_k + layer.n_embd_v
+    out = layer.n_heads * layer.head_dim_v
+    before = 4 * n * (3 * spec.n_embd + 2 * q + kv + layer.n_embd_k)
+    keys = min(cached_tokens(layer, placement), layer.window + n if layer.window else placement.n_ctx)
+    rows = min(policy(placement.device).rows, n)
+    if not policy(placement.device).expand:
+        # q in the cache's precision, and torch's unfused path: with a mask and shared KV heads it has no other on
+        # CUDA. It repeats K and V for every head in float32 and holds scores, masked scores and their softmax.
+        unfused = layer.n_heads * keys * (4 * (layer.head_dim_k + layer.head_dim_v) + 12 * rows)
+        return before + n * (2 * q + 8 * out) + (unfused if n > 1 else 0)
+    converted = 4 * keys * kv if placement.kv_dtype != "f32" else 0
+    if converted <= CONVERT_BYTES and not layer.attn_softcap:
+        return before + 8 * n * out + converted + 5 * rows * keys
+    block = min(keys, CONVERT_BYTES // (4 * kv))  # a running softmax over blocks of keys
+    scores = rows * block * (4 * layer.n_heads + 2) + 4 * rows * (q + out)
+    return before + 8 * n * (out + 2 * layer.n_heads) + 4 * block * kv + scores
