@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -132,3 +134,24 @@ def test_closing_twice_is_harmless_and_leaves_no_descriptor(tmp_path: Path) -> N
     assert (virtual.pointer, virtual.size, virtual.read(0, 5)) == (0, 0, b"")
     if before is not None:
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_zeros_read_into_fresh_memory_take_no_ram() -> None:
+    """What an unused token embedding costs: nothing, although it is as large as its tensor."""
+    size = 256 << 20
+    virtual = VirtualFile([b"header", size])
+    libc.fseek(virtual.pointer, 6, 0)
+    with mmap.mmap(-1, size) as fresh:
+        pages = (ctypes.c_char * size).from_buffer(fresh)
+        before = resident_bytes()
+        assert libc.fread(pages, 1, size, virtual.pointer) == size
+        grown = resident_bytes() - before
+        assert not any(fresh[i] for i in range(0, size, 1 << 20))
+        del pages
+    assert grown < size // 16
+
+
+def resident_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
