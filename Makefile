@@ -38,11 +38,11 @@ models: $(VENV)/.dev
 	esac
 
 $(VENV)/.run: $(SETUP)
-	@scripts/setup_env.sh
+	@scripts/setup_env.sh >&2
 	@touch $@
 
 $(VENV)/.dev: $(SETUP)
-	@scripts/setup_env.sh dev
+	@scripts/setup_env.sh dev >&2
 	@touch $@ $(VENV)/.run
 
 clean:
