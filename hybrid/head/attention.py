@@ -15,7 +15,8 @@ from torch import Tensor
 
 ROWS = 128
 """Query tokens at a time on the CPU: bounds the mask, and spares a chunk half of its masked-out products."""
-ROWS_ACCELERATOR = 512
+ROWS_ACCELERATOR = 256
+"""More on an accelerator, which wants few launches."""
 CONVERT_BYTES = 16 << 20
 """Float32 bytes of K and V to convert at a time: about what stays in cache until it is multiplied."""
 
@@ -59,18 +60,24 @@ def attend(q: Tensor, p0: int, keys: Keys, *, window: int, scale: float, softcap
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scale: float) -> Tensor:
-    """SDPA of queries that end where the keys end. `lo` is the position of the first key."""
+    """SDPA of queries that end where the keys end. `lo` is the position of the first key.
+
+    The query heads that share a KV head become rows of one head: no kernel then has to repeat K and V, and torch keeps
+    to one that needs no [n_heads, n, n_keys] scores (its own grouping rules those out where there is a mask).
+    """
     n, n_heads, _ = q.shape
-    n_kv_heads = k.shape[1]
-    if n == 1:  # it sees every key given: the heads that share a KV head become its rows, and no mask is needed
-        q = q.view(1, n_kv_heads, n_heads // n_kv_heads, -1)
-        return F.scaled_dot_product_attention(q, _heads_first(k), _heads_first(v), scale=scale).reshape(1, n_heads, -1)
     hi = lo + k.shape[0]
-    mask = _visible(hi - n, n, lo, hi, window, q.device)
+    visible = None  # one query sees every key given
+    if n > 1:
+        visible = _visible(hi - n, n, lo, hi, window, q.device).repeat(n_heads // k.shape[1], 1)
     out = F.scaled_dot_product_attention(
-        _heads_first(q), _heads_first(k), _heads_first(v), mask, scale=scale, enable_gqa=n_heads != n_kv_heads
+        _grouped(q, k.shape[1]).unsqueeze(0),
+        k.transpose(0, 1).unsqueeze(0),
+        v.transpose(0, 1).unsqueeze(0),
+        visible,
+        scale=scale,
     )
-    return out[0].transpose(0, 1)
+    return out.view(k.shape[1], -1, n, v.shape[2]).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
 
 
 def _blocked(q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: float, softcap: float) -> Tensor:
@@ -112,8 +119,7 @@ def _partial(
     -inf and 0."""
     n, n_heads, _ = q.shape
     n_kv_heads, group = k.shape[1], n_heads // k.shape[1]
-    rows = (q * scale).view(n, n_kv_heads, group, -1).permute(1, 2, 0, 3).reshape(n_kv_heads, group * n, -1)
-    scores = torch.bmm(rows, k.permute(1, 2, 0)).view(n_kv_heads, group, n, -1)
+    scores = torch.bmm(_grouped(q * scale, n_kv_heads), k.permute(1, 2, 0)).view(n_kv_heads, group, n, -1)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores.masked_fill_(~visible, -torch.inf)
@@ -141,6 +147,8 @@ def first_key(position: int, window: int) -> int:
     return max(0, position - window + 1) if window else 0
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """[n, n_heads, head_dim] to SDPA's [1, n_heads, n, head_dim], without a copy."""
-    return x.transpose(0, 1).unsqueeze(0)
+def _grouped(q: Tensor, n_kv_heads: int) -> Tensor:
+    """[n, n_heads, head_dim] to [n_kv_heads, group * n, head_dim]: first head's queries, second head's, …"""
+    n, n_heads, head_dim = q.shape
+    group = n_heads // n_kv_heads
+    return q.view(n, n_kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(n_kv_heads, group * n, head_dim)

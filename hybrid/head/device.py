@@ -78,7 +78,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
-    return any(s in text for s in ("can't allocate memory", "out of memory", "storage size calculation overflowed"))
+    return any(
+        s in text
+        for s in ("can't allocate memory", "out of memory", "alloc_failed", "storage size calculation overflowed")
+    )
 
 
 def _matmul_dtype(device: torch.device) -> torch.dtype:

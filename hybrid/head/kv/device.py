@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,13 +101,19 @@ class DeviceKVCache:
 
     def _runs(self, positions: Tensor, seqs: Tensor) -> list[tuple[int, int, slice]]:
         """The batch as (sequence, first position, rows of the batch), one for each stretch of one sequence."""
-        where = list(zip(seqs.tolist(), positions.tolist(), strict=True))
-        starts = [i for i, (seq, p) in enumerate(where) if i == 0 or where[i - 1] != (seq, p - 1)]
-        for seq, position in where:
-            self._check_seq(seq)
-            if not 0 <= position < self.n_ctx:
-                raise BadRequestError(f"Position {position} does not fit into a context of {self.n_ctx} tokens.")
-        return [(*where[i], slice(i, end)) for i, end in zip(starts, [*starts[1:], len(where)], strict=True)]
+        where, seq = positions.numpy(), seqs.numpy()
+        breaks = np.flatnonzero((np.diff(where) != 1) | (np.diff(seq) != 0)) + 1
+        starts = [0, *breaks.tolist()]
+        runs = [
+            (int(seq[i]), int(where[i]), slice(i, end))
+            for i, end in zip(starts, [*starts[1:], len(where)], strict=True)
+        ]
+        for number, p0, rows in runs:
+            self._check_seq(number)
+            last = p0 + rows.stop - rows.start - 1
+            if p0 < 0 or last >= self.n_ctx:
+                raise BadRequestError(f"Position {last} does not fit into a context of {self.n_ctx} tokens.")
+        return runs
 
     def _check_seq(self, seq: int) -> None:
         if not 0 <= seq < self.n_sequences:
