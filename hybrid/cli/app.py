@@ -89,15 +89,24 @@ def commands() -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script. Exit codes: 0 fine, 2 bad input, 130 interrupted, 1 a bug of ours."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    _sound_streams()
     code = _run(sys.argv[1:] or ["--help"])
     try:
         sys.stdout.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError):
+        code = code or CLOSED_PIPE
         _abandon_output()
     sys.exit(code)
+
+
+def _sound_streams() -> None:
+    """Streams that were closed (`hybrid … >&-`) become /dev/null; characters a terminal cannot show become `?`."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the program runs
+        elif name != "stdin" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def _run(args: list[str]) -> int:
@@ -115,6 +124,10 @@ def _run(args: list[str]) -> int:
         return INTERRUPTED
     except MemoryError:
         return _complain("The machine is out of memory; use a smaller model or a shorter context (-c).", 2)
+    except OSError as e:
+        _abandon_output()  # perhaps it was the disk behind stdout that is full
+        name = f" ({e.filename})" if e.filename else ""
+        return _complain(f"The operating system refused: {e.strerror or e}{name}.", 2)
     except Exception as e:
         return _complain(
             f"Something unforeseen went wrong ({type(e).__name__}: {' '.join(str(e).split())}); "

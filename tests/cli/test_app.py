@@ -149,3 +149,19 @@ def test_a_reader_that_went_away_is_not_worth_a_word(args: list[str], tiny: Path
     os.close(write)
     assert done.stderr == b""
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code"), [(">&-", 0), ("2>&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 2), ("2>/dev/full", 0)]
+)
+def test_closed_and_full_outputs_end_in_no_traceback(
+    redirect: str, code: int, tiny: Path, environment: dict[str, str]
+) -> None:
+    if "/dev/full" in redirect and not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    for args in ("--version", f"inspect {tiny}", f"inspect {tiny} --json"):
+        command = f"exec {' '.join(HYBRID)} {args} {redirect}"
+        done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == code, (args, done)
+        assert done.stderr.count("\n") <= 1
+        assert "Traceback" not in done.stderr
