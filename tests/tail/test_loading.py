@@ -205,6 +205,5 @@ def test_a_tail_takes_its_tensors_and_buffers_and_hardly_more(tmp_path: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.real
 def test_a_real_tail_takes_its_tensors_and_buffers_and_hardly_more(real_model: Path) -> None:
-    for k in (1, 12):
-        rss, buffers, vocabulary = grown(real_model, k)
-        assert rss <= 1.1 * buffers + vocabulary, k
+    rss, buffers, vocabulary = grown(real_model, 6)
+    assert rss <= 1.1 * buffers + vocabulary
