@@ -313,8 +313,11 @@ class Engine:
             self._boundary = Boundary(self.placement.device, self.placement.n_batch, self.spec.n_embd)
 
     def _load_head(self, progress: Callable[[float], None]) -> None:
-        from hybrid.head.head import Head  # torch: 1.4 s, and k = 0 never pays it
+        import torch  # 1.4 s, and k = 0 never pays it
 
+        from hybrid.head.head import Head
+
+        torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
         self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=self._stop.is_set)
 
     def _load_tail(self, progress: Callable[[float], None]) -> None:
