@@ -149,7 +149,7 @@ class Context(Sequences):
                 f"{n_outputs} outputs are wanted at once, but there is room for {self.n_outputs_max}."
             )
         starts: dict[int, int] = {}
-        for seq in (int(seqs[0]),) if n == 1 else np.unique(seqs).tolist():
+        for seq in dict.fromkeys(seqs.tolist()):
             self._check_seq(seq)
             own = positions if n == 1 else positions[seqs == seq]
             starts[seq] = start = self.n_tokens(seq)

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybrid import _native
 from hybrid.errors import EngineError, HybridError, OutOfMemoryError, UnsupportedError
+from hybrid.tail.bindings import import_bindings
 
 LLAMA_CPP_PYTHON = "0.3.36"
 """The release whose structs and symbols this package is written for; `pyproject.toml` pins the same."""
@@ -120,15 +121,14 @@ _SYMBOLS = (
 def lib() -> Any:
     """llama-cpp-python's ctypes module, checked, with llama.cpp's log silenced and its backend ready.
 
-    Imported on first use (a quarter of a second). Raises UnsupportedError in one sentence where it is missing or is
+    Imported on first use. Raises UnsupportedError in one sentence where it is missing or is
     another release than the one we pin.
     """
     try:
-        import llama_cpp
-        import llama_cpp.llama_cpp as bindings
+        bindings, version = import_bindings()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(f"llama-cpp-python cannot be loaded ({error}); {_REMEDY}.") from error
-    check_abi(bindings, getattr(llama_cpp, "__version__", "unknown"))
+    check_abi(bindings, version)
     bindings.llama_log_set(ctypes.cast(_native.log_callback(), bindings.llama_log_callback), None)
     bindings.llama_backend_init()
     return bindings

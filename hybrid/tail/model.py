@@ -141,8 +141,10 @@ def _load(
     thread = threading.Thread(target=work, name="hybrid-load", daemon=True)
     thread.start()
     try:
-        while thread.is_alive():
+        running = True
+        while running:  # once more after the end, so that the last progress and a late Ctrl-C are seen
             thread.join(POLL_S)
+            running = thread.is_alive()
             if progress is not None:
                 progress(interrupt.progress)
             if cancelled is not None and cancelled():

@@ -144,6 +144,30 @@ def test_a_library_with_other_defaults_or_without_a_symbol_is_refused() -> None:
         llama.check_abi(bindings, llama.LLAMA_CPP_PYTHON)
 
 
+@pytest.mark.parametrize(
+    "use", ["from llama_cpp import Llama", "import llama_cpp; llama_cpp.Llama; llama_cpp.llama_cpp._lib"]
+)
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_the_package_still_works_for_others(use: str, ours_first: bool) -> None:
+    """We import only its bindings; whoever wants the rest gets it, from the same bindings."""
+    ours = "from hybrid.tail.llama import lib; b = lib()"
+    first, second = (ours, use) if ours_first else (use, ours)
+    check = (
+        "import llama_cpp, llama_cpp.llama_cpp as m; assert m is b is llama_cpp.llama_cpp; print(llama_cpp.__version__)"
+    )
+    code = "; ".join([first, second, check])
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == llama.LLAMA_CPP_PYTHON
+
+
+def test_our_import_leaves_the_high_level_package_out() -> None:
+    code = (
+        "import sys; from hybrid.tail.llama import lib; lib(); print(*({'llama_cpp.llama', 'jinja2'} & {*sys.modules}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""
+
+
 def test_the_project_pins_the_release_that_is_checked() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"llama-cpp-python=={llama.LLAMA_CPP_PYTHON}" in project["dependencies"]

@@ -1,0 +1,72 @@
+"""What llama.cpp would allocate for a tail: its own figures, without loading a weight. The Ledger's oracle."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from os import fsencode
+
+from hybrid import _native
+from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec
+from hybrid.schedule.placement import Placement
+from hybrid.tail.context import context_params
+from hybrid.tail.llama import LogMark, lib
+from hybrid.tail.model import LOAD_MODE_NONE, NO_GPU, SPLIT_MODE_NONE
+from hybrid.tail.slice import tail_slice
+from hybrid.tail.tail import TailMemory
+
+_KV_SIZE = re.compile(r"kv_cache: *size = *([\d.]+) MiB")
+
+
+def dry_run(file: ModelFile, spec: ModelSpec, placements: Iterable[Placement]) -> list[TailMemory]:
+    """llama.cpp's buffers for each placement (0 <= k < L); `model_bytes` is 0, as nothing is loaded.
+
+    The model is opened once for every stretch of placements with the same k. Figures are to 0.01 MiB a buffer.
+    Raises UnsupportedError for a k that is not allowed, EngineError with llama.cpp's own reason.
+    """
+    found: list[TailMemory] = []
+    rest = list(placements)
+    while rest:
+        k = rest[0].n_gpu_layers
+        n = next((i for i, p in enumerate(rest) if p.n_gpu_layers != k), len(rest))
+        with _unloaded(file, spec, k) as model:
+            found += [_context_memory(spec, model, placement) for placement in rest[:n]]
+        del rest[:n]
+    return found
+
+
+@contextmanager
+def _unloaded(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[int]:
+    params = lib().llama_model_default_params()
+    params.n_gpu_layers, params.split_mode, params.main_gpu = 0, SPLIT_MODE_NONE, NO_GPU
+    params.no_alloc, params.load_mode = True, LOAD_MODE_NONE
+    log = LogMark()
+    if k == 0:
+        handle = lib().llama_model_load_from_file(fsencode(file.path), params)
+    else:
+        virtual = _native.VirtualFile(tail_slice(file, spec, k).segments())
+        handle = lib().llama_model_load_from_file_ptr(virtual.pointer, params)
+        virtual.close()
+    if not handle:
+        raise log.error(f"open {file.path.name} without loading it")
+    try:
+        yield handle
+    finally:
+        lib().llama_model_free(handle)
+
+
+def _context_memory(spec: ModelSpec, model: int, placement: Placement) -> TailMemory:
+    log = LogMark()
+    context = lib().llama_init_from_model(model, context_params(placement, placement.n_sequences))
+    if not context:
+        raise log.error("set up its context")
+    lib().llama_free(context)
+    sizes = [match[1] for line in log.lines() if (match := _KV_SIZE.search(line))]
+    return TailMemory(
+        model_bytes=0,
+        kv_bytes=sum(round(float(size) * 2**20) for size in sizes),
+        compute_bytes=log.buffer_bytes("compute"),
+        output_bytes=4 * spec.n_vocab * placement.n_sequences,
+    )
