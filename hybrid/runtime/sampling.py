@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.errors import BadRequestError, EngineError
+from hybrid.tail.llama import lib as llama_cpp
 
 RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp's LLAMA_DEFAULT_SEED: draw a fresh seed."""
@@ -69,9 +70,7 @@ class Sampler:
     (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them."""
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
-        import llama_cpp.llama_cpp as lib
-
-        self._lib: Any = lib
+        lib = self._lib = llama_cpp()
         self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if not self._chain:
             raise EngineError("llama.cpp could not make a sampler chain.")
