@@ -99,7 +99,7 @@ class Chat:
         completion: Completion | None = None
         try:
             stream = self.model.chat(messages, stream=True, **self.options)
-            with silent_keyboard(), _interrupts(stream.cancel):
+            with silent_keyboard(), _interrupts(stream.cancel, lambda: bool(pieces)):
                 for piece in stream:
                     self._write(piece if pieces else piece.lstrip())
                     pieces.append(piece)
@@ -196,13 +196,14 @@ def _mib(n_bytes: int) -> str:
 
 
 @contextmanager
-def _interrupts(cancel: Callable[[], None]) -> Iterator[None]:
-    """Within, the first Ctrl-C calls `cancel`, so that the answer ends between two tokens; a second one is raised."""
+def _interrupts(cancel: Callable[[], None], begun: Callable[[], bool]) -> Iterator[None]:
+    """Within, Ctrl-C calls `cancel`, so that the answer ends between two tokens and is kept. Before it has `begun`
+    (while a long prompt is read), and when pressed again, it is raised as usual."""
     pressed = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
-        if pressed:
+        if pressed or not begun():
             raise KeyboardInterrupt
         pressed = True
         cancel()

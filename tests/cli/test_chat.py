@@ -82,12 +82,14 @@ def test_ctrl_c_stops_the_answer_and_the_conversation_keeps_what_was_said(capsys
 
 
 def test_an_answer_stopped_before_its_first_word_leaves_the_conversation_as_it_was() -> None:
-    def interrupt(stream: FakeStream) -> None:
-        raise KeyboardInterrupt
+    def press(stream: FakeStream) -> None:
+        if not presses:
+            presses.append(1)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    model = FakeModel(between=interrupt)
-    chat = talk(model, "hi")
-    assert chat.messages == []
+    presses: list[int] = []
+    chat = talk(FakeModel(between=press), "hi", "ho")
+    assert roles(chat) == [("user", "ho"), ("assistant", " You said ho")]
 
 
 def test_ctrl_c_at_the_prompt_does_not_leave() -> None:
