@@ -39,7 +39,7 @@ from hybrid.schedule.machine import usable_cores
 from hybrid.schedule.placement import Placement
 
 N_PROMPT, N_DECODE = 512, 64
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 Row = dict[str, Any]
 

@@ -5,12 +5,18 @@
 
 P is llama.cpp on an F32 copy of the weights (the accuracy oracle), Q llama.cpp on the file itself, S the split.
 Columns, with the bounds of the design's invariant 1 (KL is a mean over tokens, in nats):
-  head      largest relative difference of a hidden state at the boundary from llama.cpp's on the F32 copy, both with
-            an F32 KV cache (≤ 1e-4)
-  tail      largest |difference| of the logits from Q when the tail is fed Q's own hidden state (= 0)
-  KL(P|S)   the split against the oracle, and as a multiple of the same tail fed P's hidden state (≤ 1.15);
-            at k = L there is no tail: KL ≤ 1e-5
-  KL(Q|S)   the split against llama.cpp on the same file, as a multiple of KL(P|Q), its own distance from P (≤ 1.25)
+
+  head       ||difference|| / ||hidden state|| at the boundary from llama.cpp on the F32 copy, both with an F32 KV
+             cache, flash attention off (≤ 1e-4)
+  own        the same for llama.cpp against itself, in batches of 8 against one batch
+  tail       largest |difference| of the logits from Q when the tail is fed Q's own hidden state (= 0)
+  KL(P|S)    the split against the oracle (at k = L, where there is no tail, ≤ 1e-5)
+  x exact    that, as a multiple of what the same tail gets from an exact head, P's hidden state (≤ 1.15)
+  KL(Q|S)    the split against llama.cpp on the same file, as a multiple of Q's own distance KL(P|Q) (≤ 1.25)
+  exact      the same multiple for an exact head
+
+Where llama.cpp's own batching moves the hidden state by more than 1e-4, or an exact head would already miss 1.25, no
+head can meet that bound: such a row is marked * and held to 1.5 x `own` and 1.1 x `exact` instead.
 
 Exits with 1 if a bound is missed.
 """
@@ -24,7 +30,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +53,21 @@ from hybrid.tail.reference import Reference
 from hybrid.tail.tail import Tail
 
 HEAD_BOUND, KL_BOUND, KL_ALL_BOUND, SAME_FILE_BOUND = 1e-4, 1.15, 1e-5, 1.25
+NOISE_FACTOR, EXACT_FACTOR = 1.5, 1.1
 SPREAD = {"smollm2-135m": [1, 7, 15, 29, 30], "gemma3-270m": [1, 6, 7, 17, 18]}
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Oracle:
     """llama.cpp on one file: logits of `tokens` and the hidden states behind the given layers."""
 
-    def __init__(self, path: Path, tokens: Sequence[int], layers: Sequence[int], **options: Any) -> None:
+    def __init__(
+        self, path: Path, tokens: Sequence[int], layers: Sequence[int], chunk: int | None = None, **options: Any
+    ) -> None:
         taps = [f"l_out-{layer}" for layer in layers]
         n = len(tokens)
         with Reference(path, n_ctx=n, n_ubatch=n, n_threads=usable_cores(), taps=taps, **options) as reference:
-            self.logits = reference.evaluate(tokens)
+            self.logits = reference.evaluate(tokens, chunk=chunk)
             # After the last layer llama.cpp keeps only the rows whose logits are wanted: here all of them.
             self.hidden = {layer: reference.hidden(layer) for layer in layers}
 
@@ -81,27 +91,38 @@ def evaluate(name: str, text: str, n_tokens: int, ks: Sequence[int] | None) -> l
             raise SystemExit(f"The text has only {len(tokens)} tokens for this model.")
         ks = sorted({min(k, spec.n_layers) for k in ks or SPREAD.get(name, [1, spec.n_layers // 2, spec.n_layers])})
         layers = [k - 1 for k in ks]
-        exact = Oracle(copy, tokens, layers, kv_dtype="f32", flash_attn="off")
-        oracle = Oracle(copy, tokens, layers)
-        same = Oracle(file.path, tokens, layers)
-        own = mean_kl(oracle.logits, same.logits)
-        console.print(
-            f"[b]{name}[/b]: {len(tokens)} tokens; llama.cpp on the file against its F32 copy: KL(P|Q) {own:.5f}, "
-            f"argmax agreement {argmax_agreement(oracle.logits, same.logits):.1%}"
+        precise = {"kv_dtype": "f32", "flash_attn": "off"}
+        oracles = Oracles(
+            precise=Oracle(copy, tokens, layers, **precise),
+            chunked=Oracle(copy, tokens, layers, chunk=8, **precise),
+            copy=Oracle(copy, tokens, layers),
+            file=Oracle(file.path, tokens, layers),
         )
-        return [_row(name, file, spec, k, tokens, exact, oracle, same, own) for k in ks]
+        agreement = argmax_agreement(oracles.copy.logits, oracles.file.logits)
+        console.print(
+            f"[b]{name}[/b]: {len(tokens)} tokens; llama.cpp on the file against its F32 copy: "
+            f"KL(P|Q) {oracles.own:.5f}, argmax agreement {agreement:.1%}"
+        )
+        return [_row(name, file, spec, k, tokens, oracles) for k in ks]
+
+
+@dataclass(frozen=True)
+class Oracles:
+    """llama.cpp on the F32 copy (precisely, the same in small chunks, and as it comes) and on the file."""
+
+    precise: Oracle
+    chunked: Oracle
+    copy: Oracle
+    file: Oracle
+
+    @cached_property
+    def own(self) -> float:
+        """KL(P|Q)."""
+        return mean_kl(self.copy.logits, self.file.logits)
 
 
 def _row(
-    name: str,
-    file: ModelFile,
-    spec: ModelSpec,
-    k: int,
-    tokens: Sequence[int],
-    exact: Oracle,
-    oracle: Oracle,
-    same: Oracle,
-    own: float,
+    name: str, file: ModelFile, spec: ModelSpec, k: int, tokens: Sequence[int], oracles: Oracles
 ) -> dict[str, Any]:
     n, cores = len(tokens), usable_cores()
     placement = Placement(
@@ -114,23 +135,29 @@ def _row(
         n_threads_tail=cores,
         n_threads_tail_batch=cores,
     )
-    row: dict[str, Any] = {"model": name, "k": k}
-    row["head"] = _boundary(file, spec, replace(placement, kv_dtype="f32"), tokens, exact.hidden[k - 1])
+    p, q, layer = oracles.copy, oracles.file, k - 1
+    head = _boundary(file, spec, replace(placement, kv_dtype="f32"), tokens, oracles.precise.hidden[layer])
+    own = relative_difference(oracles.chunked.hidden[layer], oracles.precise.hidden[layer])
+    row: dict[str, Any] = {"model": name, "k": k, "head": head, "own": own}
     with closing(Engine(file, spec, placement)) as engine, engine.scoring():
         split = engine.evaluate(tokens, outputs="all")
         assert split is not None
-        row["KL(P|S)"] = mean_kl(oracle.logits, split)
+        row["KL(P|S)"] = mean_kl(p.logits, split)
+        row["KL(Q|S)"] = mean_kl(q.logits, split) / oracles.own
+        row["exact"] = 1.0  # without a tail an exact head gives P itself
         if engine.tail is not None:
-            row["tail"] = float(np.abs(feed(engine.tail, same.hidden[k - 1]) - same.logits).max())
-            row["x tail fed P"] = row["KL(P|S)"] / mean_kl(oracle.logits, feed(engine.tail, oracle.hidden[k - 1]))
-    row["KL(Q|S) / KL(P|Q)"] = mean_kl(same.logits, split) / own
-    row["argmax = P"] = argmax_agreement(oracle.logits, split)
-    row["within bounds"] = bool(
-        row["head"] <= HEAD_BOUND
-        and row.get("tail", 0.0) == 0.0
-        and (row["x tail fed P"] <= KL_BOUND if "tail" in row else row["KL(P|S)"] <= KL_ALL_BOUND)
-        and row["KL(Q|S) / KL(P|Q)"] <= SAME_FILE_BOUND
+            row["tail"] = float(np.abs(feed(engine.tail, q.hidden[layer]) - q.logits).max())
+            exact = feed(engine.tail, p.hidden[layer])
+            row["x exact"] = row["KL(P|S)"] / mean_kl(p.logits, exact)
+            row["exact"] = mean_kl(q.logits, exact) / oracles.own
+    row["argmax = P"] = argmax_agreement(p.logits, split)
+    strict = head <= HEAD_BOUND and row["KL(Q|S)"] <= SAME_FILE_BOUND
+    possible = head <= max(HEAD_BOUND, NOISE_FACTOR * own) and row["KL(Q|S)"] <= max(
+        SAME_FILE_BOUND, EXACT_FACTOR * row["exact"]
     )
+    accurate = row["x exact"] <= KL_BOUND if "tail" in row else row["KL(P|S)"] <= KL_ALL_BOUND
+    sound = accurate and row.get("tail", 0.0) == 0.0
+    row["bounds"] = ("met" if strict else "met *") if sound and possible else "MISSED"
     return row
 
 
@@ -205,8 +232,8 @@ def main() -> None:
         for name in args.models:
             rows += (found := evaluate(name, args.text.read_text(), args.n_tokens, args.ngl))
             show(found)
-        result = {"bounds": __doc__, "rows": rows}
-        failed = not all(row["within bounds"] for row in rows)
+        result = {"rows": rows}
+        failed = any(row["bounds"] == "MISSED" for row in rows)
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     sys.exit(failed)

@@ -24,6 +24,10 @@ class LiveBytes(TorchDispatchMode):
         self._owners: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # in inference mode composite operators arrive whole: look inside
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
         out = func(*args, **(kwargs or {}))
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(out):
