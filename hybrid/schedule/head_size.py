@@ -18,7 +18,7 @@ QUANTISED = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30})
 """GGUF types the head can hold as they are (`hybrid.head.dequant.SUPPORTED`); others are expanded at load."""
 CONVERT_BYTES = 16 << 20
 """Float32 bytes of K and V converted at a time (`hybrid.head.attention`)."""
-TILE_TEMPORARY_BYTES = 10.5
+TILE_TEMPORARY_BYTES = 10.6
 """Of one weight on its way from blocks to numbers: the most of all types (`hybrid.head.dequant`)."""
 
 
@@ -35,7 +35,7 @@ class HeadPolicy:
 
 
 CPU = HeadPolicy(expand=True, value_bytes=4, tile_values=1 << 18, rows=128)
-ACCELERATOR = HeadPolicy(expand=False, value_bytes=2, tile_values=1 << 23, rows=512)
+ACCELERATOR = HeadPolicy(expand=False, value_bytes=2, tile_values=1 << 23, rows=256)
 
 
 def policy(device: str) -> HeadPolicy:
@@ -114,14 +114,17 @@ def _attention(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) 
     before = 4 * n * (3 * spec.n_embd + 2 * q + kv + layer.n_embd_k)
     keys = min(cached_tokens(layer, placement), layer.window + n if layer.window else placement.n_ctx)
     rows = min(policy(placement.device).rows, n)
+    # Query heads that share a KV head are rows of one: the mask has as many; a boolean and one in the products' type.
+    masked = layer.n_heads // layer.n_kv_heads * rows if n > 1 else 0
     if not policy(placement.device).expand:
-        # q in the cache's precision, and torch's unfused path: with a mask and shared KV heads it has no other on
-        # CUDA. It repeats K and V for every head in float32 and holds scores, masked scores and their softmax.
-        unfused = layer.n_heads * keys * (4 * (layer.head_dim_k + layer.head_dim_v) + 12 * rows)
-        return before + n * (2 * q + 8 * out) + (unfused if n > 1 else 0)
-    converted = 4 * keys * kv if placement.kv_dtype != "f32" else 0
-    if converted <= CONVERT_BYTES and not layer.attn_softcap:
-        return before + 8 * n * out + converted + 5 * rows * keys
-    block = min(keys, CONVERT_BYTES // (4 * kv))  # a running softmax over blocks of keys
+        return before + n * (2 * q + 8 * out) + 4 * masked * keys
+    attended = before + 8 * n * out
+    if placement.kv_dtype == "f32" and not layer.attn_softcap:
+        return attended + (5 * masked + rows) * keys
+    # On the way to a full context both ways are taken: keys converted whole, then a running softmax over blocks.
+    block = min(keys, CONVERT_BYTES // (4 * kv))
+    whole = attended + 4 * block * kv + (5 * masked + rows) * block
+    if block == keys and not layer.attn_softcap:
+        return whole
     scores = rows * block * (4 * layer.n_heads + 2) + 4 * rows * (q + out)
-    return before + 8 * n * (out + 2 * layer.n_heads) + 4 * block * kv + scores
+    return max(whole, attended + 16 * n * layer.n_heads + 4 * block * kv + scores)

@@ -21,8 +21,9 @@ REPACKED_ARM = REPACKED | {8, 13, 14}
 REPACKED_ROWS = 8
 Q1_0_BITS = 9 / 8
 """Bits a weight of the cheapest type that stands for an embedding nobody reads (`hybrid/tail/slice.py`)."""
-VOCABULARY_TOKEN_BYTES = 100
-"""Resident bytes of llama.cpp's vocabulary per token: 102 (SmolLM2) and 96 (Gemma 3) measured."""
+BPE_TOKEN_BYTES, SPM_TOKEN_BYTES = 361, 168
+"""Resident bytes of llama.cpp's vocabulary per token, what reading it leaves in the heap included: measured on SmolLM2
+(byte-pair merges) and Gemma 3 (SentencePiece)."""
 INPUT_BYTES = 24
 """Of one token: id, position, two cache indices."""
 FLASH_TILE = 64
@@ -103,8 +104,8 @@ def work_bytes(spec: ModelSpec, placement: Placement) -> int:
 
 
 def vocabulary_bytes(spec: ModelSpec) -> int:
-    """llama.cpp's vocabulary, resident wherever the layers are."""
-    return VOCABULARY_TOKEN_BYTES * spec.n_vocab
+    """llama.cpp's vocabulary, resident wherever the layers are. A spec does not know its tokenizer; the family does."""
+    return (SPM_TOKEN_BYTES if spec.architecture.startswith("gemma") else BPE_TOKEN_BYTES) * spec.n_vocab
 
 
 def _micro_batch(placement: Placement) -> int:

@@ -1,0 +1,173 @@
+"""The Ledger against what torch and llama.cpp really allocate."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid.head import attention
+from hybrid.head.activation import gelu
+from hybrid.head.dequant import SUPPORTED
+from hybrid.head.device import Compute
+from hybrid.head.head import Head
+from hybrid.head.linear import QuantLinear, Workspace
+from hybrid.model.architectures import read_spec
+from hybrid.model.file import ModelFile
+from hybrid.model.ggml_types import GGML_TYPES
+from hybrid.schedule import head_size
+from hybrid.schedule.ledger import ledger_of
+from hybrid.schedule.placement import KVDtype, Placement
+from hybrid.schedule.shape import parse_shape, shape_spec
+from hybrid.tail.dry_run import dry_run
+from scripts.live_bytes import LiveBytes
+from tests.schedule.sparse import write_sparse
+from tests.tiny import vocabulary, write_tiny
+
+MIB = 1 << 20
+
+
+def close(predicted: int, measured: int, *, share: float = 0.02, slack: int = 16 * MIB) -> bool:
+    """Within 2 % or 16 MiB."""
+    return abs(predicted - measured) <= max(slack, share * measured)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_constants_are_the_heads_own() -> None:
+    for name, stated in (("cpu", head_size.CPU), ("meta", head_size.ACCELERATOR)):  # meta: as any accelerator
+        compute = Compute.on(torch.device(name))
+        assert (compute.expand, compute.dtype.itemsize, compute.tile_values) == (
+            stated.expand,
+            stated.value_bytes,
+            stated.tile_values,
+        )
+    assert (head_size.CPU.rows, head_size.ACCELERATOR.rows) == (attention.ROWS, attention.ROWS_ACCELERATOR)
+    assert attention.CONVERT_BYTES == head_size.CONVERT_BYTES
+    assert SUPPORTED == head_size.QUANTISED
+
+
+def measure_head(file: ModelFile, placement: Placement) -> int:
+    """Bytes of weights, cache and live temporaries of a full batch that ends a full context."""
+    gelu(torch.zeros(1))  # makes its table, once a process
+    spec = read_spec(file)
+    head = Head(file, spec, placement)
+    first = placement.n_ctx - placement.n_batch
+    for kv in head.cache._layers:  # type: ignore[attr-defined]  # what the cache holds does not matter, that it is full does
+        kv.end = [first] * placement.n_sequences
+        kv.first = [max(0, first - kv.capacity)] * placement.n_sequences
+    n = placement.n_batch
+    with LiveBytes() as count:
+        hidden = head.forward(np.ones(n, int), np.arange(first, first + n), np.zeros(n, int))
+        if placement.n_gpu_layers == spec.n_layers:
+            head.logits(hidden[-placement.n_sequences :])
+    total = head.nbytes + count.peak
+    head.close()
+    return total
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_the_heads_bytes_are_its_live_storages(architecture: str, tmp_path: Path) -> None:
+    path = write_tiny(tmp_path / "m.gguf", architecture, n_layers=4, n_ff=1024, n_ctx=16384)
+    with ModelFile(path) as file:
+        spec = read_spec(file)
+        cases: list[tuple[int, int, int, int, KVDtype]] = [
+            (1, 512, 64, 1, "f16"),
+            (2, 4096, 256, 3, "f16"),
+            (4, 1024, 256, 1, "f32"),
+            (3, 16384, 128, 1, "bf16"),
+            (4, 512, 1, 2, "f16"),
+        ]
+        for k, n_ctx, n_batch, sequences, dtype in cases:
+            placement = Placement(
+                device="cpu", n_gpu_layers=k, n_ctx=n_ctx, n_batch=n_batch, n_sequences=sequences, kv_dtype=dtype
+            )
+            predicted, measured = ledger_of(spec, placement).vram_bytes, measure_head(file, placement)
+            assert close(predicted, measured, share=0.1, slack=MIB), (placement, predicted, measured)
+            assert predicted >= 0.98 * measured
+
+
+@pytest.mark.real
+def test_the_heads_bytes_on_a_real_model(real_model: Path) -> None:
+    with ModelFile(real_model) as file:
+        spec = read_spec(file)
+        for k, sequences in ((2, 3),):
+            placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=1024, n_batch=256, n_sequences=sequences)
+            predicted, measured = ledger_of(spec, placement).vram_bytes, measure_head(file, placement)
+            assert close(predicted, measured), (placement, predicted, measured)
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED))
+def test_a_tile_takes_no_more_than_the_workspace(kind: int) -> None:
+    compute = Compute(torch.device("cpu"), torch.bfloat16, expand=False, tile_values=1 << 16)
+    n_out, n_in = 256, 512
+    info = GGML_TYPES[kind]
+    weight = torch.ones(n_out, n_in // info.block * info.n_bytes, dtype=torch.uint8)
+    with torch.inference_mode(), LiveBytes() as count:
+        work = Workspace(compute)
+        QuantLinear(weight, kind, (n_out, n_in), None, work)(torch.zeros(1, n_in))
+    per_value = (count.peak - 4 * (n_in + n_out)) / compute.tile_values
+    assert per_value <= compute.dtype.itemsize + head_size.TILE_TEMPORARY_BYTES
+
+
+# -- the tail ----------------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "8B": "layers=6,kv_heads=8,head_dim=128",
+    "70B": "layers=4,kv_heads=8,heads=64,head_dim=128,ff=28672",
+    "many heads": "layers=4,kv_heads=8,heads=64,head_dim=128,embd=5120,ff=25600",
+    "narrow": "layers=4,kv_heads=2,heads=16,head_dim=128,embd=2048,ff=6144",
+    "thin feed-forward": "layers=4,kv_heads=8,heads=32,head_dim=128,embd=1024,ff=768",
+    "no grouping": "layers=4,kv_heads=32,heads=32,head_dim=128,ff=11008",
+    "small": "layers=30,kv_heads=3,heads=9,head_dim=64,ff=1536,quant=Q4_1",
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_tails_buffers_are_what_llama_cpp_reports(name: str, tmp_path: Path) -> None:
+    wanted = shape_spec(parse_shape(f"{SHAPES[name]},vocab={len(vocabulary()[0])}"))
+    with ModelFile(write_sparse(tmp_path / "m.gguf", wanted)) as file:
+        spec = read_spec(file)
+        dtypes: tuple[KVDtype, ...] = ("f16", "q8_0")
+        placements = [
+            Placement(
+                device="cpu", n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s, kv_dtype=t, kv_unified=u
+            )
+            for k, c, b, s, t, u in itertools.product(
+                (0, 2, spec.n_layers - 1), (1000, 16384), (64, 512), (1, 3), dtypes, (False, True)
+            )
+        ]
+        for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
+            dynamic = ledger_of(spec, placement).host.dynamic
+            assert close(sum(dynamic.kv), memory.kv_bytes, slack=MIB), placement
+            predicted = sum(dynamic.kv) + dynamic.compute + dynamic.output
+            assert close(predicted, memory.total_bytes), (placement, predicted, memory)
+
+
+@pytest.mark.real
+def test_the_tails_buffers_on_a_real_model(real_model: Path) -> None:
+    with ModelFile(real_model) as file:
+        spec = read_spec(file)
+        base = Placement(device="cpu", n_gpu_layers=0, n_ctx=1024)
+        placements = [
+            replace(base, n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s)
+            for k, c, b, s in itertools.product((0, spec.n_layers - 1), (300, 8192), (64, 512), (1, 4))
+        ]
+        for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
+            dynamic = ledger_of(spec, placement).host.dynamic
+            predicted = sum(dynamic.kv) + dynamic.compute + dynamic.output
+            assert close(predicted, memory.total_bytes, slack=8 * MIB), (placement, predicted, memory)
+            assert dynamic.output == memory.output_bytes
+
+
+def test_a_shape_weighs_what_its_file_would(tmp_path: Path) -> None:
+    wanted = shape_spec(parse_shape(f"layers=3,kv_heads=2,head_dim=128,quant=Q6_K,vocab={len(vocabulary()[0])}"))
+    with ModelFile(write_sparse(tmp_path / "m.gguf", wanted)) as file:
+        spec = read_spec(file)
+    placement = Placement(device="cuda", n_gpu_layers=2, n_ctx=4096)
+    assert ledger_of(spec, placement) == ledger_of(wanted, placement)
