@@ -8,6 +8,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := smollm2-135m
+# So small a model answers best with a plain system prompt and little randomness.
+CHAT := --system "You are a helpful assistant." --temp 0.2 -n 512
 NATIVE := $(wildcard native/*.cpp native/*.hpp)
 SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.txt $(NATIVE)
 
@@ -15,7 +17,7 @@ SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.t
 
 chat: $(VENV)/.run
 	@$(BIN)/hybrid models pull $(DEMO) </dev/null >&2
-	@$(BIN)/hybrid chat $(DEMO)
+	@$(BIN)/hybrid chat $(DEMO) $(CHAT)
 
 test: check models
 	$(BIN)/pytest -m "not slow"
