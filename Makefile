@@ -8,8 +8,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := smollm2-135m
-# So small a model answers best with a plain system prompt and little randomness.
-CHAT := --system "You are a helpful assistant." --temp 0.2 -n 512
+# So small a model answers best with a plain system prompt and no randomness.
+CHAT := --system "You are a helpful assistant." --temp 0 -n 512
 NATIVE := $(wildcard native/*.cpp native/*.hpp)
 SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.txt $(NATIVE)
 
