@@ -5,7 +5,7 @@
 Tables (bound: within 2 % or 16 MiB):
   tail      llama.cpp's KV, compute and output buffers as it reports them for a load without weights
   head      the head's weights, KV and temporaries: live torch storages while it runs a full batch at a full context
-  process   anonymous resident growth of a fresh process that loads both halves, prefills a batch and decodes
+  process   anonymous resident growth of a fresh process that loads both halves and fills its context
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def process(name: str, path: Path, spec: ModelSpec, quick: bool) -> list[Row]:
     mapped file; one fresh process a row. What was allocated (address space) is another figure."""
     n = spec.n_layers
     rows = []
-    for k, (n_ctx, sequences) in itertools.product((0, n // 3, n), ((1024, 1), (4096, 2))):
+    for k, (n_ctx, sequences) in itertools.product((0, n // 3, n), ((1024, 1), (2048, 2))):
         placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=n_ctx, n_sequences=sequences)
         command = [sys.executable, __file__, "--child", str(path), json.dumps(placement.to_dict())]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -135,7 +135,7 @@ def process(name: str, path: Path, spec: ModelSpec, quick: bool) -> list[Row]:
 
 
 def child(path: str, placement: Placement) -> None:
-    """Load, prefill a batch of every sequence, decode a token of each."""
+    """Load, fill the context of the first sequence, prefill a batch of the others."""
     import torch
 
     from hybrid.runtime.engine import Engine
@@ -148,9 +148,10 @@ def child(path: str, placement: Placement) -> None:
         spec = read_spec(file)
         before = status()
         engine = Engine(file, spec, placement)
-        for seq in range(placement.n_sequences):
+        engine.evaluate([1] * (placement.n_ctx - 1))
+        engine.evaluate([1])
+        for seq in range(1, placement.n_sequences):
             engine.evaluate([1] * placement.n_batch, seq)
-            engine.evaluate([1], seq)
         after = status()
         engine.close()
     keys = {"anonymous": "RssAnon", "file": "RssFile", "allocated": "VmSize"}

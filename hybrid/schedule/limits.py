@@ -47,9 +47,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time our cgroup (or an ancestor) may use, None if unlimited."""
     quotas = []
     for folder in _cgroup_folders("cpu", root):
-        words = _read(folder / "cpu.max").split()  # v2: "150000 100000" or "max 100000"
+        words = read_text(folder / "cpu.max").split()  # v2: "150000 100000" or "max 100000"
         if len(words) != 2:  # v1
-            words = [_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")]
+            words = [read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us")]
         if words[0].isdigit() and words[1].isdigit() and int(words[1]):  # v1 writes -1 for none
             quotas.append(int(words[0]) / int(words[1]))
     return min(quotas, default=None)
@@ -60,11 +60,15 @@ def memory_limit(root: Path = ROOT) -> int | None:
     return min((limit for limit, _ in _memory_limits(root)), default=None)
 
 
+def physical_ram(root: Path = ROOT) -> int:
+    """Bytes of RAM in the machine."""
+    return _meminfo(root)[0]
+
+
 def total_ram(root: Path = ROOT) -> int:
     """Bytes of RAM, or our cgroup's limit where that is less."""
     limit = memory_limit(root)
-    total = _meminfo(root)[0]
-    return total if limit is None else min(total, limit)
+    return physical_ram(root) if limit is None else min(physical_ram(root), limit)
 
 
 def available_ram(root: Path = ROOT) -> int:
@@ -81,7 +85,7 @@ def available_ram(root: Path = ROOT) -> int:
 def _meminfo(root: Path) -> tuple[int, int]:
     """Total and available bytes."""
     values = {}
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_text(root / "proc/meminfo").splitlines():
         key, _, rest = line.partition(":")
         values[key] = int(rest.split()[0]) << 10 if rest.split() and rest.split()[0].isdigit() else 0
     if "MemTotal" in values and "MemAvailable" in values:
@@ -97,9 +101,9 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
     found = []
     for folder in _cgroup_folders("memory", root):
         for limit_file, used_file, cache_keys in MEMORY_FILES:
-            limit, used = _read(folder / limit_file), _read(folder / used_file)
+            limit, used = read_text(folder / limit_file), read_text(folder / used_file)
             if limit.isdigit() and used.isdigit() and int(limit) < UNLIMITED:
-                lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
+                lines = (line.split() for line in read_text(folder / "memory.stat").splitlines())
                 stat = {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
                 cache = sum(stat.get(key, 0) for key in cache_keys)
                 found.append((int(limit), max(0, int(used) - cache)))
@@ -110,7 +114,7 @@ def _cgroup_folders(controller: str, root: Path) -> list[Path]:
     """Our cgroup's folder for `controller` and its ancestors up to the mount, v1 and v2."""
     folders = []
     base = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         parts = line.split(":", 2)
         if len(parts) != 3:
             continue
@@ -134,10 +138,11 @@ def _cgroup_folders(controller: str, root: Path) -> list[Path]:
 
 def _siblings(cpu: int, root: Path) -> str:
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    return _read(topology / "core_cpus_list") or _read(topology / "thread_siblings_list") or str(cpu)
+    return read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list") or str(cpu)
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A small file of the kernel, stripped; empty where it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
