@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -217,8 +218,13 @@ class Hybrid:
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._check(tokens)
         result: list[Completion] = []
-        cancel: list[bool] = []
-        pieces = Stream(self._pieces(tokens, options, result, cancel), result, cancel)
+        cancelled = threading.Event()
+
+        def cancel() -> None:
+            cancelled.set()
+            self.engine.interrupt()
+
+        pieces = Stream(self._pieces(tokens, options, result, cancelled.is_set), result, cancel)
         if stream:
             return pieces
         for _ in pieces:
@@ -283,7 +289,7 @@ class Hybrid:
             raise BadRequestError("The prompt is empty.")
 
     def _pieces(
-        self, tokens: list[int], options: Options, result: list[Completion], cancel: list[bool]
+        self, tokens: list[int], options: Options, result: list[Completion], cancelled: Callable[[], bool]
     ) -> Generator[str, None, None]:
         progress = self._progress
         completion = yield from generate(
@@ -291,7 +297,7 @@ class Hybrid:
             tokens,
             options,
             load_s=self._load_s,
-            cancelled=lambda: bool(cancel),
+            cancelled=cancelled,
             on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
         )
         result.append(completion)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -101,18 +101,19 @@ class Completion(str):
 class Stream(Iterator[str]):
     """Pieces of text as they are made; `completion` holds the whole once the last piece is out.
 
-    `cancel` ends it after the current token; a stream that is dropped half-way leaves the model usable.
+    `cancel` ends it early; a stream that is dropped half-way leaves the model usable.
     """
 
-    def __init__(self, pieces: Iterator[str], result: list[Completion], cancel: list[bool]) -> None:
+    def __init__(self, pieces: Iterator[str], result: list[Completion], cancel: Callable[[], None]) -> None:
         self._pieces, self._result, self._cancel = pieces, result, cancel
 
     def __next__(self) -> str:
         return next(self._pieces)
 
     def cancel(self) -> None:
-        """Stop after the token under way; what was generated is kept (`finish_reason` "interrupted")."""
-        self._cancel.append(True)
+        """From any thread: stop at the token (or the part of the prompt) under way. What was generated is kept, and the
+        stream ends with `finish_reason` "interrupted"."""
+        self._cancel()
 
     @property
     def completion(self) -> Completion | None:

@@ -145,6 +145,8 @@ class Engine:
                 rows.append(self._logits if self.tail is None else self.tail.logits_block().copy())  # type: ignore[arg-type]
 
         self._stop.clear()
+        if self.tail is not None:
+            self.tail.withdraw_abort()
         try:
             if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
                 finish(chunks[0], self._on_head_thread(chunks[0]))
@@ -169,6 +171,12 @@ class Engine:
             yield
         finally:
             self._reopen_tail(None)
+
+    def interrupt(self) -> None:
+        """From any thread: stop the evaluation under way, which raises Cancelled. Harmless when there is none."""
+        self._stop.set()
+        if self.tail is not None:
+            self.tail.abort()
 
     def sample(self, sampler: Sampler) -> int:
         """The next token from the last evaluated token's logits."""
@@ -282,14 +290,14 @@ class Engine:
                 finished += n
                 progress(finished)
         except BaseException:
-            self._stop.set()
-            if self.tail is not None:
-                self.tail.abort()
+            self.interrupt()
             raise
         finally:
             _wait(jobs)
         for job in jobs:
             job.result()
+        if self._stop.is_set():
+            raise Cancelled("Interrupted.")
 
     def _load(self, progress: Callable[[str, float], None]) -> None:
         """Both halves at the same time; the first failure (or Ctrl-C) stops the other."""

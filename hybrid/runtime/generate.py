@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from hybrid.errors import BadRequestError
+from hybrid.errors import BadRequestError, Cancelled
 from hybrid.runtime.completion import Completion, FinishReason, Memory, Timings
 from hybrid.runtime.engine import Engine
 from hybrid.runtime.sampling import Sampler, SamplingParams
@@ -64,8 +64,13 @@ def generate(
         sampler.accept(prompt)
         reused = engine.reuse(prompt)
         rest = prompt[reused:]
-        engine.evaluate(rest, progress=on_prefill and (lambda done: on_prefill(done, len(rest))))
-        prefilled_at = time.perf_counter()
+        try:
+            engine.evaluate(rest, progress=on_prefill and (lambda done: on_prefill(done, len(rest))))
+        except Cancelled:
+            if not cancelled():
+                raise
+            reason, limit = "interrupted", 0
+        prefill_s = time.perf_counter() - start if reason != "interrupted" else None
         while len(made) < limit:
             token = engine.sample(sampler)
             first_at = first_at or time.perf_counter()
@@ -84,7 +89,13 @@ def generate(
                 break
             if len(made) == limit or len(prompt) + len(made) > n_ctx:
                 break
-            engine.evaluate([token])
+            try:
+                engine.evaluate([token])
+            except Cancelled:
+                if not cancelled():
+                    raise
+                reason = "interrupted"
+                break
     end = time.perf_counter()
     if piece := text.finish():
         pieces.append(piece)
@@ -100,7 +111,7 @@ def generate(
         timings=Timings(
             load_s=load_s,
             ttft_s=first_at and first_at - start,
-            prefill_tok_per_s=len(rest) / (prefilled_at - start),
+            prefill_tok_per_s=prefill_s and len(rest) / prefill_s,
             decode_tok_per_s=(len(made) - 1) / decode_s if len(made) > 1 and decode_s > 0 else None,
         ),
         memory=Memory(

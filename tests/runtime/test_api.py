@@ -88,6 +88,22 @@ def test_a_cancelled_stream_keeps_what_was_made(model: Hybrid) -> None:
     assert stream.completion is not None
     assert stream.completion.finish_reason == "interrupted"
     assert stream.completion == first + rest
+    assert model.generate(PROMPT, max_tokens=3, ignore_eos=True).finish_reason == "length"
+
+
+def test_a_stream_cancelled_while_the_prompt_is_read_ends_without_text(model: Hybrid) -> None:
+    prompt = np.random.default_rng(0).integers(5, 300, 120).tolist()
+    fresh = model.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True)
+    model.engine.trim(0)
+    stream = model.generate(prompt, temperature=0, stream=True)
+    model._progress = lambda part, done: stream.cancel()
+    assert list(stream) == []
+    model._progress = None
+    assert stream.completion is not None
+    assert stream.completion.finish_reason == "interrupted"
+    assert stream.completion.timings.ttft_s is None
+    assert model.n_used < 120
+    assert model.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True) == fresh
 
 
 def test_a_continued_prompt_is_reused_and_a_repeated_one_all_but_its_last_token(model: Hybrid) -> None:
