@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ def quantize(values: np.ndarray, kind: T) -> np.ndarray:
     """`values` [rows, n] float32 as ggml blocks [rows, bytes], by llama.cpp's own quantiser (knows every type)."""
     if kind == T.F32:
         return values.astype(np.float32)
-    import llama_cpp
-
-    lib = ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+    package = importlib.util.find_spec("llama_cpp")  # importing it would take llama.cpp's log from the tail
+    assert package is not None
+    assert package.origin is not None
+    lib = ctypes.CDLL(str(Path(package.origin).parent / "lib" / "libggml-base.so"))
     fn = lib.ggml_quantize_chunk
     fn.restype = ctypes.c_size_t
     fn.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p] + [ctypes.c_int64] * 3 + [ctypes.c_void_p]

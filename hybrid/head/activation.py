@@ -34,4 +34,25 @@ def _gelu_table() -> Tensor:
     return torch.where(x <= -10, 0.0, y).half().float()
 
 
-ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": gelu}
+def swiglu_oai(gate: Tensor) -> Tensor:
+    """gpt-oss's gate: x * sigmoid(1.702 x) of min(x, 7) (`ggml_swiglu_oai`)."""
+    gate = gate.clamp(max=7.0)
+    return torch.sigmoid(gate * 1.702).mul_(gate)
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": gelu,
+    "swiglu_oai": swiglu_oai,
+}
+"""Of the gate, or of the only input where there is no gate."""
+UP: Mapping[Activation, Callable[[Tensor], Tensor]] = {"swiglu_oai": lambda up: up.clamp(-7.0, 7.0).add_(1.0)}
+"""What becomes of the other factor, where it is not taken as it is."""
+
+
+def gated(activation: Activation, gate: Tensor, up: Callable[[], Tensor]) -> Tensor:
+    """act(gate) * up; `up` is asked for only when the gate has been dealt with, so that two such tensors are alive at
+    most."""
+    gate = ACTIVATIONS[activation](gate)
+    change = UP.get(activation)
+    return gate.mul_(up() if change is None else change(up()))

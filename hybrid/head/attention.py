@@ -1,7 +1,7 @@
 """Causal attention of one run of tokens over the keys of its sequence, in bounded memory.
 
 Torch's scaled-dot-product attention does the work where it can; a blocked softmax of our own does it where torch
-cannot (a soft cap on the scores) or where keys must be converted first and are too many to convert at once.
+cannot (a soft cap on the scores, sinks) or where keys must be converted first and are too many to convert at once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Keys:
     """Values of K and V together for one token."""
 
 
-def attend(q: Tensor, p0: int, keys: Keys, *, window: int, scale: float, softcap: float) -> Tensor:
+def attend(
+    q: Tensor, p0: int, keys: Keys, *, window: int, scale: float, softcap: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, …, whose own keys are stored already.
 
     A query at p sees keys at max(0, p - window + 1) … p, all if window is 0; scores are softcap * tanh(s / softcap)
-    where softcap is not 0. Returns [n, n_heads, head_dim_v] float32.
+    where softcap is not 0. `sinks` [n_heads] are scores of a key that every query sees and whose value is zero.
+    Returns [n, n_heads, head_dim_v] float32.
 
     On the CPU everything is computed in float32: torch reads float16 there at a fraction of the memory's speed. On
     an accelerator the products are in the stored dtype, with the softmax in float32.
@@ -46,8 +49,8 @@ def attend(q: Tensor, p0: int, keys: Keys, *, window: int, scale: float, softcap
     on_cpu = q.device.type == "cpu"
     dtype = torch.float32 if on_cpu else keys.dtype
     block = max(1, CONVERT_BYTES // (4 * keys.n_values))
-    if softcap or (keys.dtype != dtype and p0 + n - first > block):
-        return _blocked(q, p0, keys, block, window, scale, softcap)
+    if softcap or sinks is not None or (keys.dtype != dtype and p0 + n - first > block):
+        return _blocked(q, p0, keys, block, window, scale, softcap, sinks)
     k, v = keys.read(first, p0 + n, dtype)
     q = q.to(dtype)
     step = ROWS if on_cpu else ROWS_ACCELERATOR
@@ -80,7 +83,9 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scal
     return out.view(k.shape[1], -1, n, v.shape[2]).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
 
 
-def _blocked(q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: float, softcap: float) -> Tensor:
+def _blocked(
+    q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: float, softcap: float, sinks: Tensor | None
+) -> Tensor:
     """The same with a running softmax over blocks of keys (Milakov and Gimelshein 2018; FlashAttention), in float32."""
     n, n_heads, _ = q.shape
     first, end = first_key(p0, window), p0 + n
@@ -108,6 +113,10 @@ def _blocked(q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: flo
         norm = norm * old + weight * new
         best = top
     assert total is not None  # end > first: the queries' own keys are always among them
+    if sinks is not None:
+        sink = sinks.view(n_kv_heads, -1, 1, 1)
+        top = torch.maximum(best, sink)
+        total, norm = total * _shrink(best, top), norm * _shrink(best, top) + torch.exp(sink - top)
     return (total / norm).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
 
 

@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import BadRequestError, UnsupportedError
-from hybrid.head.decoder import Block, RMSNorm, run
+from hybrid.head.decoder import Block, run
 from hybrid.head.device import Compute, allocating, open_device
 from hybrid.head.embedding import TokenEmbedding
 from hybrid.head.kv.base import KVCache
 from hybrid.head.kv.device import DeviceKVCache
 from hybrid.head.linear import QuantLinear
 from hybrid.head.loading import Loader
+from hybrid.head.norm import Norm, make_norm
 from hybrid.head.rope import Rope
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec, RopeSpec
 from hybrid.schedule.placement import Placement
 
 Ints = npt.NDArray[np.integer]
+OUTPUT = ("output_norm.weight", "output_norm.bias", "output.bias")
+"""What the output head has besides its matrix."""
+N_CTX_STEP = 256
+"""llama.cpp rounds a context up to a multiple of it."""
 
 
 class Head:
@@ -64,18 +69,23 @@ class Head:
         device, layers = self.compute.device, spec.layers[:k]
         wanted = [info for layer in layers for info in layer.weights.values()]
         if k == spec.n_layers:
-            wanted += [spec.weights["output_norm.weight"], spec.output_tensor]
+            wanted += [spec.output_tensor, *(info for name, info in spec.weights.items() if name in OUTPUT)]
         with torch.inference_mode():
             self.cache = DeviceKVCache(layers, placement, device)  # first: if it does not fit, know before loading
             loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
             self._work = loader.work
             self._embedding = TokenEmbedding(file, spec, device)
-            self._ropes = {layer.rope: _rope(file, layer.rope) for layer in layers if layer.rope is not None}
+            n_ctx = llama_n_ctx(placement)
+            self._ropes = {layer.rope: _rope(file, layer.rope, n_ctx) for layer in layers if layer.rope is not None}
             self._blocks = [Block(i, layer, loader, spec.norm_eps) for i, layer in enumerate(layers)]
-            self._output_norm: RMSNorm | None = None
+            self._output_norm: Norm | None = None
             self._output: QuantLinear | None = None
             if k == spec.n_layers:
-                self._output_norm = RMSNorm(loader.vector(spec.weights["output_norm.weight"]), spec.norm_eps)
+                norm, bias = (
+                    loader.vector(spec.weights[name]) if name in spec.weights else None
+                    for name in ("output_norm.weight", "output_norm.bias")
+                )
+                self._output_norm = make_norm(spec.norm, norm, bias, spec.norm_eps)
                 self._output = loader.linear(spec.output_tensor, spec.weights.get("output.bias"))
             loader.close()
         self.notes = loader.notes
@@ -94,7 +104,10 @@ class Head:
         device = self.compute.device
         with self._computing(len(where)):
             h = self._embedding(np.asarray(tokens, np.int64))
-            angles = {spec: rope.cos_sin(where, device) for spec, rope in self._ropes.items()}
+            angles = {
+                spec: (*rope.cos_sin(where, device), rope.query_scale(where, device))
+                for spec, rope in self._ropes.items()
+            }
             on_host = torch.from_numpy(where), torch.from_numpy(np.asarray(seqs, np.int64))
             return run(self._blocks, h, angles, self.cache, *on_host)
 
@@ -134,7 +147,14 @@ class Head:
         return allocating(f"Computing {n_tokens} tokens at once", None, self.compute.device)
 
 
-def _rope(file: ModelFile, spec: RopeSpec) -> Rope:
-    if spec.factors is None:
-        return Rope(spec)
-    return Rope(spec, file.data(spec.factors).view(np.float32))
+def _rope(file: ModelFile, spec: RopeSpec, n_ctx: int) -> Rope:
+    """LongRoPE's long factors are for contexts longer than the original, as llama.cpp counts them."""
+    name = spec.factors_long if spec.factors_long is not None and n_ctx > spec.n_ctx_orig else spec.factors
+    return Rope(spec) if name is None else Rope(spec, file.data(name).view(np.float32))
+
+
+def llama_n_ctx(placement: Placement) -> int:
+    """The context of one sequence as the tail's llama.cpp has it (`llama-context.cpp`): it decides with it, and so must
+    the head."""
+    n_ctx = placement.n_ctx * (placement.n_sequences if placement.kv_unified else 1)
+    return -(-n_ctx // N_CTX_STEP) * N_CTX_STEP

@@ -6,6 +6,8 @@ serves every device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
@@ -74,3 +76,31 @@ class QuantLinear:
     def nbytes(self) -> int:
         """Device bytes of the weight and the bias as they are held (the shared workspace apart)."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ExpertLinear:
+    """One matrix an expert, and a product that multiplies each row by the matrix of the expert it was sent to."""
+
+    def __init__(self, experts: Sequence[QuantLinear], scales: Sequence[float] | None = None) -> None:
+        """`scales` multiply each expert's product."""
+        self.experts, self.scales = experts, scales
+        self.n_out = experts[0].n_out
+
+    def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [n_rows, n_in] float32, sorted by expert, `counts` rows for each; to [n_rows, n_out] float32.
+
+        Experts nobody chose cost nothing.
+        """
+        y = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
+        start = 0
+        for i, n in enumerate(counts):
+            if n:
+                rows = self.experts[i](x[start : start + n])
+                y[start : start + n] = rows if self.scales is None else rows.mul_(self.scales[i])
+                start += n
+        return y
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes of all experts' weights and biases."""
+        return sum(expert.nbytes for expert in self.experts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid.errors import Cancelled, UnsupportedError
 from hybrid.head.dequant import SUPPORTED, dequantize, dequantize_on_host
 from hybrid.head.device import Compute, allocating
-from hybrid.head.linear import QuantLinear, Workspace
+from hybrid.head.linear import ExpertLinear, QuantLinear, Workspace
 from hybrid.model.file import ModelFile, TensorInfo
 from hybrid.model.ggml_types import GGML_TYPES, type_name
 
@@ -55,16 +55,37 @@ class Loader:
         """A matrix, quantised or expanded as `Compute` says."""
         if len(info.shape) != 2:
             raise UnsupportedError(f"{info.name} has {len(info.shape)} dimensions where a matrix is expected.")
-        shape = (info.shape[0], info.shape[1])
+        weight, kind = self._matrix(info)
+        return QuantLinear(weight, kind, info.shape, None if bias is None else self.vector(bias), self.work)
+
+    def experts(
+        self, info: TensorInfo, bias: TensorInfo | None = None, scale: TensorInfo | None = None
+    ) -> ExpertLinear:
+        """One matrix an expert, [n_experts, n_out, n_in], held like `linear`; `bias` [n_experts, n_out]. `scale`
+        [n_experts] multiplies each expert's product."""
+        if len(info.shape) != 3:
+            raise UnsupportedError(
+                f"{info.name} has {len(info.shape)} dimensions where one matrix an expert is expected."
+            )
+        n_experts, n_out, n_in = info.shape
+        weight, kind = self._matrix(info)
+        matrices = weight.view(n_experts, n_out, -1)
+        biases = [None] * n_experts if bias is None else self.vector(bias).view(n_experts, n_out).unbind()
+        linears = [QuantLinear(w, kind, (n_out, n_in), b, self.work) for w, b in zip(matrices, biases, strict=True)]
+        return ExpertLinear(linears, None if scale is None else self.vector(scale).tolist())
+
+    def _matrix(self, info: TensorInfo) -> tuple[Tensor, int | None]:
+        """The rows of a tensor on the device, [n_rows, row_bytes] uint8 of the returned type, or numbers if None."""
+        n_in = info.shape[-1]
+        n_rows = info.n_values // n_in
         quantised = not self.compute.expand and info.type in SUPPORTED
-        row_bytes = info.n_bytes // shape[0]
         held = info.n_bytes if quantised else info.n_values * self.compute.dtype.itemsize
         with allocating(f"Loading {info.name}", held, self.compute.device):
             if quantised:
-                weight = torch.empty(shape[0], row_bytes, dtype=torch.uint8, device=self.compute.device)
+                weight = torch.empty(n_rows, info.n_bytes // n_rows, dtype=torch.uint8, device=self.compute.device)
             else:
-                weight = torch.empty(shape, dtype=self.compute.dtype, device=self.compute.device)
-            for row, raw in self._tiles(info, shape[0]):
+                weight = torch.empty(n_rows, n_in, dtype=self.compute.dtype, device=self.compute.device)
+            for row, raw in self._tiles(info, n_rows):
                 target = weight[row : row + raw.shape[0]]
                 if quantised:
                     self._staging.send(raw, target)
@@ -74,9 +95,7 @@ class Loader:
         if info.type not in SUPPORTED:
             name = type_name(info.type)
             self._expanded[name] = self._expanded.get(name, 0) + held
-        return QuantLinear(
-            weight, info.type if quantised else None, shape, None if bias is None else self.vector(bias), self.work
-        )
+        return weight, info.type if quantised else None
 
     @property
     def notes(self) -> list[str]:
@@ -128,8 +147,16 @@ class LayerWeights:
             raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
         return self._loader.linear(info, self._take(name + ".bias"))
 
+    def experts(self, name: str) -> ExpertLinear:
+        """`name`.weight with `name`.bias and `name`.scale where they are. Raises UnsupportedError if the weight is
+        missing."""
+        info = self._take(name + ".weight")
+        if info is None:
+            raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
+        return self._loader.experts(info, self._take(name + ".bias"), self._take(name + ".scale"))
+
     def vector(self, name: str) -> Tensor | None:
-        """The vector `name`, or None."""
+        """The vector (or small float32 tensor) `name`, or None."""
         info = self._take(name)
         return None if info is None else self._loader.vector(info)
 

@@ -47,6 +47,14 @@ class Rope:
             scaled = scaled * (np.float32(1) - self._mix) + theta * self._mix
         return scaled
 
+    def query_scale(self, positions: npt.NDArray[np.int64], device: torch.device) -> Tensor | None:
+        """What queries are multiplied by, [n_tokens, 1, 1] float32 on `device`; None where the spec scales none
+        (`llm_graph_input_attn_temp`)."""
+        if not self.spec.query_scale:
+            return None
+        scale = np.log(positions // self.spec.n_ctx_orig + 1.0) * self.spec.query_scale + 1.0
+        return torch.from_numpy(scale.astype(np.float32)).view(-1, 1, 1).to(device)
+
     def cos_sin(self, positions: npt.NDArray[np.int64], device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n_tokens, 1, n_dims / 2] float32 on `device`, YaRN's magnitude included."""
         theta = self.angles(positions)

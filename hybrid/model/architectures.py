@@ -6,13 +6,17 @@ import math
 
 from hybrid.model.file import ModelFile
 from hybrid.model.hparams import Hparams, f32
-from hybrid.model.known import GLOBAL_TENSORS, KNOWN, OPTIONAL_GLOBAL_TENSORS, ROPE_FACTORS, Architecture
-from hybrid.model.rope import positive, read_rope, scaling_type, windowed_rope
+from hybrid.model.known import KNOWN
+from hybrid.model.layers import read_layers, unknown_tensor
+from hybrid.model.refused import REFUSED, REFUSED_KEYS
+from hybrid.model.rope import factor_tensors, positive, scaling_type
 from hybrid.model.spec import FfnSpec, LayerSpec, ModelSpec
-from hybrid.model.tensors import TensorTable, check_tensors, sort_tensors, unknown_tensor
+from hybrid.model.tensors import TensorTable, check_tensors, outside_tensors, sort_tensors
+from hybrid.model.traits import Architecture
 
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS; llama.cpp aborts beyond it."""
+NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 
 
 def read_spec(file: ModelFile) -> ModelSpec:
@@ -38,19 +42,23 @@ def _unsupported(hparams: Hparams, table: TensorTable) -> str | None:
     name = hparams.file.architecture
     architecture = KNOWN.get(name)
     if architecture is None:
+        reason = REFUSED.get(name)
+        if reason is not None:
+            return f"architecture {name!r} cannot be split: {reason}"
         return f"architecture {name!r} cannot be split yet (those that can: {', '.join(KNOWN)})"
-    if hparams.integer("expert_count", 0) > 0:
-        return "mixture-of-experts layers cannot be split yet"
-    if hparams.integer("nextn_predict_layers", 0) > 0:
-        return "layers for multi-token prediction cannot be split"
+    if architecture.experts is None and hparams.integer("expert_count", 0) > 0:
+        return f"mixture-of-experts layers of architecture {name!r} cannot be split"
+    for key, reason in {**REFUSED_KEYS, **architecture.refused}.items():
+        value = hparams.file.metadata.get(hparams.prefix + key)
+        if value and (not isinstance(value, list) or any(value)):
+            return reason
     if not hparams.flag("attention.causal", True):
         return "its attention is not causal"
-    if scaling_type(hparams) == "longrope":
-        return "LongRoPE cannot be split yet"
-    for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
-        if hparams.has(key):
-            return f"windowed layers with heads of their own ({hparams.prefix}{key}) cannot be split yet"
-    extra = unknown_tensor(table, architecture)
+    if architecture.windows is None or not architecture.windows.own_heads:
+        for key in ("attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa"):
+            if hparams.has(key):
+                return f"windowed layers with heads of their own ({hparams.prefix}{key}) cannot be split yet"
+    extra = unknown_tensor(hparams, architecture, table)
     if extra is not None:
         return f"its tensor {extra!r} is none that the GPU half knows"
     return None
@@ -106,87 +114,29 @@ def _full(hparams: Hparams, n_layers: int, table: TensorTable, architecture: Arc
     """The spec of a model the head can run, with every tensor checked."""
     n_embd = hparams.integer("embedding_length", least=1)
     n_vocab = _n_vocab(hparams, table)
-    n_heads = _same(hparams, "attention.head_count", n_layers)
-    n_kv_heads = _same(hparams, "attention.head_count_kv", n_layers, n_heads)
-    n_ff = _same(hparams, "feed_forward_length", n_layers)
-    if n_heads % n_kv_heads:
-        hparams.fail(f"its {n_heads} heads cannot share {n_kv_heads} key-value heads")
-    head_dim = hparams.integer("attention.key_length", n_embd // n_heads, least=1)
-    head_dim_v = hparams.integer("attention.value_length", n_embd // n_heads, least=1)
-    if head_dim != head_dim_v:
-        hparams.fail(f"its keys have {head_dim} and its values {head_dim_v} dimensions, which must be equal")
-
-    factors = ROPE_FACTORS if architecture.rope_factors and ROPE_FACTORS in table.rest else None
-    rope = read_rope(hparams, architecture.rope_style, head_dim, factors)
-    if architecture.rotates_whole_head and rope.n_dims != head_dim:
-        hparams.fail(f"it rotates {rope.n_dims} dimensions of a head, but its architecture rotates all {head_dim}")
-    windows = _windows(hparams, n_layers, architecture)
-    ropes = {0: rope} if not any(windows) else {0: rope, max(windows): windowed_rope(hparams, rope)}
-
-    sizes = {
-        "n_embd": n_embd,
-        "n_vocab": n_vocab,
-        "n_q": n_heads * head_dim,
-        "n_k": n_kv_heads * head_dim,
-        "n_v": n_kv_heads * head_dim,
-        "head_dim_k": head_dim,
-        "n_ff": n_ff,
-        "n_factors": rope.n_dims // 2,
-    }
-    optional = {**OPTIONAL_GLOBAL_TENSORS, **({ROPE_FACTORS: ("n_factors",)} if factors else {})}
-    check_tensors(hparams.file, "", table.rest, sizes, GLOBAL_TENSORS, optional)
-    for i, tensors in enumerate(table.layers):
-        check_tensors(hparams.file, f"blk.{i}.", tensors, sizes, architecture.tensors, architecture.optional)
-
-    by_width = n_layers == architecture.n_layers_scaled_by_width
-    attn_scale = f32(1.0 / f32(math.sqrt(n_embd // n_heads if by_width else head_dim)))
-    layers = tuple(
-        LayerSpec(
-            index=i,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads,
-            head_dim_k=head_dim,
-            head_dim_v=head_dim_v,
-            window=windows[i],
-            rope=ropes[windows[i]],
-            ffn=FfnSpec(architecture.activation, n_ff),
-            attn_scale=attn_scale,
-            weights=table.layers[i],
-        )
-        for i in range(n_layers)
-    )
+    layers = read_layers(hparams, architecture, n_layers, n_embd, table)
+    rotated = [layer.rope.n_dims for layer in layers if layer.rope is not None and layer.rope.factors]
+    n_factors = max(rotated, default=layers[0].head_dim_k) // 2
+    sizes = {"n_embd": n_embd, "n_vocab": n_vocab, "n_factors": n_factors}
+    outside = outside_tensors(architecture, factor_tensors(architecture, scaling_type(hparams)))
+    check_tensors(hparams.file, "", table.rest, sizes, outside)
+    scaled = architecture.scales or architecture.logit_scale
+    logit_scale = (hparams.number("logit_scale") if scaled else 0.0) or 1.0
+    embedding_scale = f32(math.sqrt(n_embd)) if architecture.scaled_embedding else 1.0
+    if architecture.scales:
+        embedding_scale = hparams.number("embedding_scale", 0.0) or 1.0
+    softcap = architecture.final_softcap
     return ModelSpec(
         architecture=architecture.name,
         n_layers=n_layers,
         n_embd=n_embd,
         n_vocab=n_vocab,
         n_ctx_train=hparams.integer("context_length", least=1),
-        norm_eps=positive(hparams, "attention.layer_norm_rms_epsilon"),
+        norm_eps=positive(hparams, NORM_EPS[architecture.norm]),
         layers=layers,
         weights=table.rest,
-        embedding_scale=f32(math.sqrt(n_embd)) if architecture.scaled_embedding else 1.0,
-        logit_softcap=hparams.number("final_logit_softcapping", 0.0) if architecture.final_softcap else 0.0,
+        norm=architecture.norm,
+        embedding_scale=embedding_scale,
+        logit_scale=f32(1.0 / logit_scale) if architecture.scales else logit_scale,
+        logit_softcap=0.0 if softcap is None else hparams.number("final_logit_softcapping", softcap),
     )
-
-
-def _same(hparams: Hparams, key: str, n_layers: int, default: int | None = None) -> int:
-    """A figure that may be an array but must be the same in every layer: llama.cpp takes the first layer's for all."""
-    values = hparams.per_layer(key, n_layers, None if default is None else [default] * n_layers, least=1)
-    if len(set(values)) > 1:
-        hparams.fail(f"{hparams.prefix}{key} differs between layers, which llama.cpp does not support here")
-    return values[0]
-
-
-def _windows(hparams: Hparams, n_layers: int, architecture: Architecture) -> list[int]:
-    """Each layer's sliding window, 0 where it attends globally (`load_swa_pattern`, `set_swa_pattern`)."""
-    window = 0 if architecture.window_pattern is None else hparams.integer("attention.sliding_window", 0)
-    if window == 0:
-        return [0] * n_layers
-    windowed = hparams.flags("attention.sliding_window_pattern")
-    if windowed is None:
-        n = hparams.integer("attention.sliding_window_pattern", architecture.window_pattern)
-        windowed = [n == 0 or i % n < n - 1 for i in range(n_layers)]
-    windowed = (windowed + [False] * n_layers)[:n_layers]
-    if not any(windowed):
-        hparams.fail(f"it has a sliding window of {window} tokens but no layer that uses it")
-    return [window if flag else 0 for flag in windowed]

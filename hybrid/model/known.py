@@ -1,86 +1,292 @@
 """The architectures the head can run, as data. A new one is a few lines here, not a class.
 
 Every figure follows llama.cpp's `src/models/<name>.cpp`; what is common to all of them follows `src/llama-model.cpp`.
+The vocabulary is `hybrid/model/traits.py`. Each is tested against llama.cpp (`tests/architectures`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from hybrid.model.spec import Activation, RopeStyle
-
-Shapes = Mapping[str, tuple[str, ...]]
-"""GGUF suffix -> row-major shape, in names that `hybrid.model.tensors` knows (`n_embd`, `n_q`, `n_ff`, ...)."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """What llama.cpp's code for one architecture says that its metadata does not."""
-
-    name: str
-    rope_style: RopeStyle
-    activation: Activation
-    tensors: Shapes
-    """What every layer must have."""
-    optional: Shapes = field(default_factory=dict)
-    """What a layer may have; it is applied where it exists."""
-    rope_factors: bool = False
-    """`rope_freqs.weight`, where present, divides the rotary frequencies."""
-    rotates_whole_head: bool = False
-    """llama.cpp refuses a `rope.dimension_count` that is not the head dimension."""
-    scaled_embedding: bool = False
-    """Token embeddings are multiplied by sqrt(n_embd)."""
-    window_pattern: int | None = None
-    """Every n-th layer is global where the file does not say; None: no sliding windows at all."""
-    final_softcap: bool = False
-    """`final_logit_softcapping` is honoured."""
-    n_layers_scaled_by_width: int | None = None
-    """The model with so many layers scales attention by sqrt(n_embd / n_heads) instead of sqrt(head_dim)."""
-
+from hybrid.model.traits import Architecture, DepthRule, Experts, Shapes, Windows
 
 ATTENTION: Shapes = {
-    "attn_norm.weight": ("n_embd",),
     "attn_q.weight": ("n_q", "n_embd"),
     "attn_k.weight": ("n_k", "n_embd"),
     "attn_v.weight": ("n_v", "n_embd"),
     "attn_output.weight": ("n_embd", "n_q"),
 }
+NORMED_ATTENTION: Shapes = {"attn_norm.weight": ("n_embd",), **ATTENTION}
 QKV_BIASES: Shapes = {"attn_q.bias": ("n_q",), "attn_k.bias": ("n_k",), "attn_v.bias": ("n_v",)}
-QK_NORMS: Shapes = {"attn_q_norm.weight": ("head_dim_k",), "attn_k_norm.weight": ("head_dim_k",)}
+OUTPUT_BIAS: Shapes = {"attn_output.bias": ("n_embd",)}
+QK_NORMS: Shapes = {"attn_q_norm.weight": ("head_dim",), "attn_k_norm.weight": ("head_dim",)}
+WIDE_QK_NORMS: Shapes = {"attn_q_norm.weight": ("n_q",), "attn_k_norm.weight": ("n_k",)}
 POST_NORMS: Shapes = {"post_attention_norm.weight": ("n_embd",), "post_ffw_norm.weight": ("n_embd",)}
-GATED_FFN: Shapes = {
-    "ffn_norm.weight": ("n_embd",),
+
+FFN_NORM: Shapes = {"ffn_norm.weight": ("n_embd",)}
+SEPARATE_FFN: Shapes = {
     "ffn_gate.weight": ("n_ff", "n_embd"),
     "ffn_up.weight": ("n_ff", "n_embd"),
     "ffn_down.weight": ("n_embd", "n_ff"),
 }
+GATED_FFN: Shapes = {**FFN_NORM, **SEPARATE_FFN}
+FUSED_FFN: Shapes = {**FFN_NORM, "ffn_up.weight": ("n_ff_twice", "n_embd"), "ffn_down.weight": ("n_embd", "n_ff")}
 FFN_BIASES: Shapes = {"ffn_gate.bias": ("n_ff",), "ffn_up.bias": ("n_ff",), "ffn_down.bias": ("n_embd",)}
 
-GLOBAL_TENSORS: Shapes = {"token_embd.weight": ("n_vocab", "n_embd"), "output_norm.weight": ("n_embd",)}
-OPTIONAL_GLOBAL_TENSORS: Shapes = {"output.weight": ("n_vocab", "n_embd")}
-ROPE_FACTORS = "rope_freqs.weight"
+EXPERTS: Shapes = {
+    "ffn_gate_inp.weight": ("n_experts", "n_embd"),
+    "ffn_gate_exps.weight": ("n_experts", "n_ff", "n_embd"),
+    "ffn_up_exps.weight": ("n_experts", "n_ff", "n_embd"),
+    "ffn_down_exps.weight": ("n_experts", "n_embd", "n_ff"),
+}
+EXPERT_BIASES: Shapes = {
+    "ffn_gate_inp.bias": ("n_experts",),
+    "ffn_gate_exps.bias": ("n_experts", "n_ff"),
+    "ffn_up_exps.bias": ("n_experts", "n_ff"),
+    "ffn_down_exps.bias": ("n_experts", "n_embd"),
+}
+
+FFN_AFTER_POST_NORM = {"post_attention_norm.weight": "ffn_norm.weight"}
+POST_NORM_AS_FFN_NORM: Shapes = {"post_attention_norm.weight": ("n_embd",)}
 
 LLAMA = Architecture(
     name="llama",
     rope_style="norm",
-    activation="silu",
-    tensors={**ATTENTION, **GATED_FFN},
-    optional={**QKV_BIASES, "attn_output.bias": ("n_embd",), **FFN_BIASES},
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    experts=Experts({**FFN_NORM, **EXPERTS}, length_key="feed_forward_length"),
+    optional={**QKV_BIASES, **OUTPUT_BIAS, **FFN_BIASES},
     rope_factors=True,
-    rotates_whole_head=True,
+    long_factors="longrope",
+)
+MISTRAL3 = Architecture(
+    name="mistral3",
+    rope_style="norm",
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    experts=Experts({**FFN_NORM, **EXPERTS}, length_key="feed_forward_length"),
+    optional={**QKV_BIASES, **OUTPUT_BIAS, **FFN_BIASES},
+    rope_factors=True,
+    long_factors="longrope",
+    yarn_from_file=True,
+    query_temperature=True,
+)
+GRANITE = Architecture(
+    name="granite",
+    rope_style="norm",
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    optional={**QKV_BIASES, **OUTPUT_BIAS, **FFN_BIASES},
+    rope_factors=True,
+    long_factors="longrope",
+    rope_switch=True,
+    attention_scale="file",
+    scales=True,
+    refused={"deepstack_mapping": "its layers take images in at several depths"},
+)
+GRANITE_MOE = Architecture(
+    name="granitemoe",
+    rope_style="norm",
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    experts=Experts({**FFN_NORM, **EXPERTS}, length_key="feed_forward_length", shared=True),
+    optional={**QKV_BIASES, **OUTPUT_BIAS, **FFN_BIASES},
+    rope_factors=True,
+    long_factors="longrope",
+    attention_scale="file",
+    scales=True,
+)
+QWEN2 = Architecture(
+    name="qwen2",
+    rope_style="neox",
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    optional=QKV_BIASES,
+    output_bias=True,
+)
+QWEN3 = Architecture(
+    name="qwen3",
+    rope_style="neox",
+    attention={**NORMED_ATTENTION, **QK_NORMS},
+    feed_forward=GATED_FFN,
+    optional=QKV_BIASES,
+)
+QWEN3_MOE = Architecture(
+    name="qwen3moe",
+    rope_style="neox",
+    attention={**NORMED_ATTENTION, **QK_NORMS},
+    feed_forward=None,
+    experts=Experts({**FFN_NORM, **EXPERTS}),
+    optional=QKV_BIASES,
+)
+SEED_OSS = Architecture(
+    name="seed_oss",
+    rope_style="neox",
+    attention=NORMED_ATTENTION,
+    feed_forward={**POST_NORM_AS_FFN_NORM, **SEPARATE_FFN},
+    optional=QKV_BIASES,
+    renamed=FFN_AFTER_POST_NORM,
+)
+SMOLLM3 = Architecture(
+    name="smollm3",
+    rope_style="norm",
+    attention=NORMED_ATTENTION,
+    feed_forward=GATED_FFN,
+    optional=QKV_BIASES,
+    no_rope_every=4,
+)
+STARCODER2 = Architecture(
+    name="starcoder2",
+    rope_style="neox",
+    attention={**NORMED_ATTENTION, "attn_norm.bias": ("n_embd",), **OUTPUT_BIAS},
+    feed_forward={
+        **FFN_NORM,
+        "ffn_norm.bias": ("n_embd",),
+        **{name: shape for name, shape in {**SEPARATE_FFN, **FFN_BIASES}.items() if "gate" not in name},
+    },
+    optional=QKV_BIASES,
+    activation="gelu",
+    gated=False,
+    norm="layer",
+    output_norm_bias=True,
+)
+PHI3 = Architecture(
+    name="phi3",
+    rope_style="neox",
+    attention=NORMED_ATTENTION,
+    feed_forward=FUSED_FFN,
+    optional=QKV_BIASES,
+    rotates_whole_head=False,
+    long_factors="always",
+)
+OLMO2 = Architecture(
+    name="olmo2",
+    rope_style="neox",
+    attention={**ATTENTION, **WIDE_QK_NORMS, **POST_NORMS},
+    feed_forward=SEPARATE_FFN,
+    optional=QKV_BIASES,
+    output="own",
+    windows=Windows(pattern=4, rope_scaling="plain", rope_base_from_file=False),
+)
+EXAONE4 = Architecture(
+    name="exaone4",
+    rope_style="neox",
+    attention={**ATTENTION, **QK_NORMS, **POST_NORMS},
+    feed_forward=SEPARATE_FFN,
+    optional=QKV_BIASES,
+    rope_factors=True,
+    windows=Windows(pattern=4, default=4096, rope_base_from_file=False, global_rope=False, only_with_layers=64),
+    depth=DepthRule(64, "whether it has sliding windows"),
+)
+COHERE2 = Architecture(
+    name="cohere2",
+    rope_style="norm",
+    attention=NORMED_ATTENTION,
+    feed_forward=SEPARATE_FFN,
+    optional=QKV_BIASES,
+    norm="layer",
+    parallel=True,
+    output="tied",
+    rotates_whole_head=False,
+    windows=Windows(pattern=4, default=None, rope_base_from_file=False, global_rope=False, without="pad"),
+    logit_scale=True,
+)
+GEMMA2 = Architecture(
+    name="gemma2",
+    rope_style="neox",
+    attention={**NORMED_ATTENTION, **POST_NORMS},
+    feed_forward=GATED_FFN,
+    optional=QKV_BIASES,
+    activation="gelu",
+    output="tied",
+    rotates_whole_head=False,
+    windows=Windows(pattern=2, default=4096, without="widen"),
+    attention_softcap=50.0,
+    final_softcap=30.0,
+    scaled_embedding=True,
+    scales_given_embeddings=True,
+    depth=DepthRule(46, "the scale of its attention", attention_scaled_by_width=True),
 )
 GEMMA3 = Architecture(
     name="gemma3",
     rope_style="neox",
-    activation="gelu",
-    tensors={**ATTENTION, **QK_NORMS, **GATED_FFN, **POST_NORMS},
+    attention={**NORMED_ATTENTION, **QK_NORMS, **POST_NORMS},
+    feed_forward=GATED_FFN,
     optional=QKV_BIASES,
+    activation="gelu",
+    rotates_whole_head=False,
+    windows=Windows(pattern=6, rope_base=10000.0, rope_scaling="unscaled"),
+    final_softcap=0.0,
     scaled_embedding=True,
-    window_pattern=6,
-    final_softcap=True,
-    n_layers_scaled_by_width=62,
+    depth=DepthRule(62, "the scale of its attention", attention_scaled_by_width=True, folds=True),
+)
+GEMMA4 = Architecture(
+    name="gemma4",
+    rope_style="neox",
+    attention={
+        **{name: shape for name, shape in NORMED_ATTENTION.items() if name != "attn_v.weight"},
+        **QK_NORMS,
+        **POST_NORMS,
+    },
+    feed_forward=GATED_FFN,
+    experts=Experts(
+        EXPERTS,
+        merged_gate_up=True,
+        beside_dense={
+            "ffn_gate_inp.scale": ("n_embd",),
+            "pre_ffw_norm_2.weight": ("n_embd",),
+            "post_ffw_norm_1.weight": ("n_embd",),
+            "post_ffw_norm_2.weight": ("n_embd",),
+        },
+        optional={"ffn_down_exps.scale": ("n_experts",)},
+    ),
+    optional={"attn_v.weight": ("n_v", "n_embd"), "layer_output_scale.weight": ("one",)},
+    activation="gelu",
+    normalised_values=True,
+    varies=True,
+    rotates_whole_head=False,
+    rope_factors=True,
+    windows=Windows(pattern=None, default=None, rope_base=10000.0, rope_scaling="unscaled", own_heads=True,
+                    without="pad"),
+    attention_scale="one",
+    final_softcap=0.0,
+    scaled_embedding=True,
+    least_tail=2,
+    refused={
+        "embedding_length_per_layer_input": "every layer reads an embedding of the tokens, which the CPU half has not",
+        "attention.shared_kv_layers": "its last layers share the keys and values of earlier ones",
+    },
+)  # fmt: skip
+GLM4 = Architecture(
+    name="glm4",
+    rope_style="norm",
+    attention={**NORMED_ATTENTION, **POST_NORMS},
+    feed_forward=FUSED_FFN,
+    optional=QKV_BIASES,
+    rotates_whole_head=False,
+    refused={"rope.dimension_sections": "its rotary positions have several parts (M-RoPE)"},
+    no_slice="llama.cpp takes no hidden states for this architecture",
+)
+GPT_OSS = Architecture(
+    name="gpt-oss",
+    rope_style="neox",
+    attention={**NORMED_ATTENTION, **OUTPUT_BIAS, "attn_sinks.weight": ("n_heads",)},
+    feed_forward=None,
+    experts=Experts({**POST_NORM_AS_FFN_NORM, **EXPERTS, **EXPERT_BIASES}, routing="softmax_of_chosen"),
+    optional=QKV_BIASES,
+    activation="swiglu_oai",
+    renamed=FFN_AFTER_POST_NORM,
+    output="own",
+    windows=Windows(pattern=2, default=None, without="widen"),
 )
 
-KNOWN: Mapping[str, Architecture] = MappingProxyType({a.name: a for a in (LLAMA, GEMMA3)})
+KNOWN: Mapping[str, Architecture] = MappingProxyType(
+    {
+        a.name: a
+        for a in (
+            LLAMA, MISTRAL3, GRANITE, GRANITE_MOE, QWEN2, QWEN3, QWEN3_MOE, SEED_OSS, SMOLLM3, STARCODER2, PHI3, OLMO2,
+            EXAONE4, COHERE2, GEMMA2, GEMMA3, GEMMA4, GLM4, GPT_OSS,
+        )
+    }
+)  # fmt: skip

@@ -12,7 +12,10 @@ from typing import Literal
 from hybrid.model.file import TensorInfo
 
 RopeStyle = Literal["norm", "neox"]
-Activation = Literal["silu", "gelu"]
+Activation = Literal["silu", "gelu", "swiglu_oai"]
+NormKind = Literal["rms", "layer"]
+Routing = Literal["softmax", "softmax_of_chosen"]
+"""Weights of the chosen experts: their share of a softmax over all, made to sum to 1; or a softmax over them."""
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,28 @@ class RopeSpec:
     n_ctx_orig: int = 0
     factors: str | None = None
     """Name of a tensor [n_dims / 2] whose values divide the frequencies (Llama 3's `rope_freqs.weight`)."""
+    factors_long: str | None = None
+    """LongRoPE: the tensor that takes its place in a context longer than `n_ctx_orig`."""
+    query_scale: float = 0.0
+    """Queries at position p are multiplied by 1 + query_scale * ln(1 + floor(p / n_ctx_orig)); 0: they are not."""
 
 
 @dataclass(frozen=True)
 class FfnSpec:
-    """Feed-forward part of one layer."""
+    """Feed-forward part of one layer. With experts, `n_ff` is the width of one."""
 
     activation: Activation
     n_ff: int
     gated: bool = True
+    fused: bool = False
+    """`ffn_up.weight` holds gate and up, [2 * n_ff, n_embd]."""
     n_experts: int = 0
     n_experts_used: int = 0
+    routing: Routing = "softmax"
+    expert_scale: float = 1.0
+    """Factor of the chosen experts' weights."""
+    n_ff_shared: int = 0
+    """Width of the part that every token uses, beside the experts."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,11 @@ class LayerSpec:
     weights: Mapping[str, TensorInfo]
     attn_softcap: float = 0.0
     residual_scale: float = 1.0
+    norm: NormKind = "rms"
+    parallel: bool = False
+    """Attention and the feed-forward part read the same normalised input."""
+    normalised_values: bool = False
+    """V is divided by its root mean square, head by head."""
 
     @property
     def n_embd_k(self) -> int:
@@ -94,6 +113,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     weights: Mapping[str, TensorInfo]
     """Tensors outside the blocks: `token_embd.weight`, `output_norm.weight`, `output.weight` where untied, …"""
+    norm: NormKind = "rms"
     embedding_scale: float = 1.0
     """What llama.cpp multiplies token embeddings by before layer 0 (√n_embd for gemma)."""
     logit_scale: float = 1.0

@@ -1,7 +1,7 @@
 """Where a model may be split: the values of k (layers on the GPU) at which the tail provably gives llama.cpp's logits.
 
-The evidence is a sweep over every k of tiny models of some hundred architectures, llama.cpp against itself. What an
-architecture derives from a layer's index or from the number of layers is rewritten in the tail's virtual file
+The evidence is a sweep over every k of tiny models, llama.cpp against itself (`tests/architectures`). What llama.cpp
+derives from a layer's index or from the number of layers is rewritten in the tail's virtual file
 (`hybrid/tail/slice.py`); what cannot be is refused here.
 """
 
@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 from hybrid.model.known import KNOWN
 from hybrid.model.spec import ModelSpec
-
-PROVEN = {"llama", "gemma3"}
-"""Architectures whose tail equals llama.cpp bit for bit at every k, given the rewriting of `slice.py`."""
+from hybrid.model.traits import Architecture
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,17 @@ class Splits:
 def find_splits(spec: ModelSpec) -> Splits:
     """The split points of a model, from 0 (llama.cpp alone) to L (all layers and the output head on the GPU)."""
     n = spec.n_layers
-    reason = spec.unsupported
-    if reason is None and spec.architecture not in PROVEN:
-        reason = f"splitting architecture {spec.architecture!r} has not been proven to leave the result unchanged"
-    if reason is not None:
-        return Splits((0,), (Refusal(1, n, reason),))
-    return Splits(tuple(range(n + 1)), notes=tuple(_notes(spec)))
+    if spec.unsupported is not None:
+        return Splits((0,), (Refusal(1, n, spec.unsupported),))
+    reasons = {k: reason for k in range(1, n) if (reason := _refused(spec, k)) is not None}
+    refused: list[Refusal] = []
+    for k, reason in reasons.items():
+        if refused and refused[-1].last == k - 1 and refused[-1].reason == reason:
+            refused[-1] = Refusal(refused[-1].first, k, reason)
+        else:
+            refused.append(Refusal(k, k, reason))
+    allowed = tuple(k for k in range(n + 1) if k not in reasons)
+    return Splits(allowed, tuple(refused), tuple(_notes(spec, allowed)))
 
 
 def allowed_n_gpu_layers(spec: ModelSpec) -> list[int]:
@@ -58,9 +61,58 @@ def allowed_n_gpu_layers(spec: ModelSpec) -> list[int]:
     return list(find_splits(spec).allowed)
 
 
-def _notes(spec: ModelSpec) -> list[str]:
-    special = KNOWN[spec.architecture].n_layers_scaled_by_width
-    if special is None or spec.n_layers < special:
-        return []
-    which = "every split" if spec.n_layers == special else f"n_gpu_layers = {spec.n_layers - special}"
-    return [f"{which}: the attention scale is folded into attn_q_norm, so logits agree to rounding, not to the bit"]
+def padding(spec: ModelSpec, k: int) -> int:
+    """How many of the layers before k the tail keeps, emptied so that they change nothing.
+
+    They put layer k where llama.cpp computes it as in the whole model, or spare it a kind of tail it aborts on. Each
+    costs the tail its KV cache, and matrices of zeros. May exceed k: then there is no such tail.
+    """
+    if k in (0, spec.n_layers):
+        return 0
+    architecture = KNOWN[spec.architecture]
+    n = max(0, architecture.least_tail - (spec.n_layers - k))
+    if architecture.no_rope_every:
+        n = max(n, k % architecture.no_rope_every)
+    if _needs_a_window(architecture, spec):
+        last = max((i for i, layer in enumerate(spec.layers) if layer.window), default=k)
+        n = max(n, k - last)
+    return n
+
+
+def _needs_a_window(architecture: Architecture, spec: ModelSpec) -> bool:
+    windows = architecture.windows
+    return windows is not None and windows.without == "pad" and any(layer.window for layer in spec.layers)
+
+
+def _refused(spec: ModelSpec, k: int) -> str | None:
+    """Why the model cannot be split at this k between 0 and L."""
+    architecture = KNOWN[spec.architecture]
+    if architecture.no_slice is not None:
+        return architecture.no_slice
+    depth = architecture.depth
+    if depth is not None and not depth.folds and depth.n_layers in (spec.n_layers, spec.n_layers - k):
+        return f"llama.cpp takes {depth.what} from the number of layers, which is {depth.n_layers} only on one side"
+    if padding(spec, k) > k:
+        return "llama.cpp cannot run the layers from there on alone"
+    return None
+
+
+def _notes(spec: ModelSpec, allowed: tuple[int, ...]) -> list[str]:
+    architecture, notes = KNOWN[spec.architecture], []
+    depth = architecture.depth
+    if depth is not None and depth.folds and spec.n_layers >= depth.n_layers:
+        which = "every split" if spec.n_layers == depth.n_layers else f"n_gpu_layers = {spec.n_layers - depth.n_layers}"
+        notes.append(f"{which}: the attention scale is folded into attn_q_norm, so logits agree to rounding, not bits")
+    if architecture.scales_given_embeddings and not _is_power_of_two(spec.embedding_scale) and len(allowed) > 2:
+        notes.append("llama.cpp multiplies the hidden state by sqrt(n_embd), so it agrees to rounding, not to the bit")
+    padded = [k for k in allowed if padding(spec, k)]
+    if padded:
+        most = max(padding(spec, k) for k in padded)
+        layers = "an empty layer" if most == 1 else f"up to {most} empty layers"
+        where = f"n_gpu_layers = {padded[0]}" if len(padded) == 1 else f"{len(padded)} of the splits"
+        notes.append(f"{where}: the CPU half keeps {layers}, which costs KV cache and some time")
+    return notes
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value.hex().startswith("0x1.0000000000000p")

@@ -1,5 +1,8 @@
 """The tail's slice of a model: layers k..L-1 of the original file, renumbered from 0, as a virtual GGUF.
 
+Where `hybrid/model/splits.py` asks for padding, a few layers before k stay as empty ones: every matrix, norm and bias
+is zero, so that they add nothing to the hidden state, and layer k has the number and the company it needs.
+
 Whatever llama.cpp derives from a layer's index, from the number of layers or from the mix of layer kinds is written out
 here, so that the slice computes what those layers compute in the whole model, bit for bit (Gemma 3 with 62 layers: to
 rounding). Which k are sound is `hybrid/model/splits.py`'s business.
@@ -21,9 +24,10 @@ from hybrid.model.ggml_types import GGML_TYPES
 from hybrid.model.gguf_values import SCALARS
 from hybrid.model.known import KNOWN
 from hybrid.model.spec import ModelSpec
-from hybrid.model.splits import find_splits
+from hybrid.model.splits import find_splits, padding
 from hybrid.tail.virtual_gguf import (
     ARRAY,
+    FLOAT32,
     UINT32,
     VirtualGGUF,
     VirtualTensor,
@@ -37,6 +41,11 @@ NOT_PER_LAYER = {"rope.dimension_sections"}
 SPLIT_KEYS = "split."
 """What describes a set of shards; the slice is one file."""
 WINDOW = "attention.sliding_window"
+WIDEST = 1 << 24
+"""A window wider than any context."""
+OUTPUT_SCALE = "layer_output_scale.weight"
+"""The one tensor of an empty layer that is not zero: it multiplies the hidden state itself."""
+ROPE_FACTORS = "rope_freqs.weight"
 CHEAPEST_ZEROS = (41, 2, 1)
 """Q1_0, Q4_0, F16: types llama.cpp accepts for an embedding nobody reads, fewest bits first."""
 F32 = 0
@@ -61,29 +70,51 @@ def tail_slice(file: ModelFile, spec: ModelSpec, k: int) -> VirtualGGUF:
     )
 
 
+def input_scale(spec: ModelSpec) -> float:
+    """What llama.cpp multiplies hidden states by that the tail is given; they must be divided by it first."""
+    architecture = KNOWN.get(spec.architecture)
+    return spec.embedding_scale if architecture is not None and architecture.scales_given_embeddings else 1.0
+
+
 def _records(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[bytes | memoryview]:
     prefix = f"{file.architecture}."
-    rewritten = {"block_count": spec.n_layers - k, **_window_rules(file, spec, k)}
+    first = k - padding(spec, k)
+    rewritten = {"block_count": spec.n_layers - first, **_window_rules(file, spec, first), **_scale_rules(file, spec)}
     for key, field in file.fields.items():
         name = key.removeprefix(prefix) if key.startswith(prefix) else None
         if key.startswith(SPLIT_KEYS) or name in rewritten:
             continue
         per_layer = name is not None and field.type == ARRAY and name not in NOT_PER_LAYER
-        yield _cut(field, spec.n_layers, k) if per_layer else field.raw
+        yield _cut(field, spec.n_layers, first) if per_layer else field.raw
     for name, value in rewritten.items():
-        is_list = isinstance(value, list)
-        yield bool_array_record(prefix + name, value) if is_list else scalar_record(prefix + name, UINT32, "I", value)
+        if isinstance(value, list):
+            yield bool_array_record(prefix + name, value)
+        elif isinstance(value, float):
+            yield scalar_record(prefix + name, FLOAT32, "f", value)
+        else:
+            yield scalar_record(prefix + name, UINT32, "I", value)
 
 
-def _window_rules(file: ModelFile, spec: ModelSpec, k: int) -> dict[str, Any]:
+def _window_rules(file: ModelFile, spec: ModelSpec, first: int) -> dict[str, Any]:
     """llama.cpp counts a pattern of windowed layers from its own layer 0, and aborts on a window that no layer has."""
-    architecture = KNOWN.get(spec.architecture)
-    if architecture is None or architecture.window_pattern is None:
+    windows = KNOWN[spec.architecture].windows
+    if windows is None:
         return {}
-    windowed = [layer.window > 0 for layer in spec.layers[k:]]
+    windowed = [layer.window > 0 for layer in spec.layers[first:]]
     if any(windowed):
         return {WINDOW + "_pattern": windowed}
+    if windows.without == "widen" and any(layer.window for layer in spec.layers):
+        rope = spec.layers[first].rope
+        base = {"rope.freq_base_swa": rope.freq_base} if rope is not None else {}
+        return {WINDOW + "_pattern": [True] * len(windowed), WINDOW: WIDEST, **base}
     return {WINDOW: 0} if f"{file.architecture}.{WINDOW}" in file.fields else {}
+
+
+def _scale_rules(file: ModelFile, spec: ModelSpec) -> dict[str, float]:
+    """llama.cpp would scale hidden states as it does token embeddings."""
+    key = "embedding_scale"
+    scales = KNOWN[spec.architecture].scales and f"{file.architecture}.{key}" in file.fields
+    return {key: 1.0} if scales else {}
 
 
 def _cut(field: RawField, n_layers: int, k: int) -> bytes | memoryview:
@@ -99,14 +130,22 @@ def _cut(field: RawField, n_layers: int, k: int) -> bytes | memoryview:
 
 def _tensors(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[VirtualTensor]:
     ratio = _scale_ratio(spec, k)
+    first = k - padding(spec, k)
+    factors_used = any(layer.rope is not None and layer.rope.factors == ROPE_FACTORS for layer in spec.layers[first:])
     for tensor in file.tensors.values():
         block = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
-        if block and int(block[1]) < k:
+        if block and int(block[1]) < first:
+            continue
+        if tensor.name == ROPE_FACTORS and not factors_used and _windows_drop_factors(spec):
             continue
         if tensor.name == "token_embd.weight" and not spec.tied_output and k > 0:
-            yield _zeros(tensor)
+            yield _zeros(tensor, tensor.name)
             continue
-        name = f"blk.{int(block[1]) - k}.{block[2]}" if block else tensor.name
+        name = f"blk.{int(block[1]) - first}.{block[2]}" if block else tensor.name
+        if block and int(block[1]) < k:
+            is_scale = block[2] == OUTPUT_SCALE
+            yield VirtualTensor(name, tensor.shape, F32, struct.pack("<f", 1.0)) if is_scale else _zeros(tensor, name)
+            continue
         if block and block[2] == "attn_q_norm.weight" and ratio != 1.0:
             yield _scaled(file, tensor, name, ratio)
             continue
@@ -114,16 +153,26 @@ def _tensors(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[VirtualTensor
         yield VirtualTensor(name, tensor.shape, tensor.type, where)
 
 
-def _zeros(tensor: TensorInfo) -> VirtualTensor:
-    """The same tensor, all zero, in the smallest type its rows allow."""
-    kind = next(kind for kind in CHEAPEST_ZEROS if tensor.shape[-1] % GGML_TYPES[kind].block == 0)
-    return VirtualTensor(tensor.name, tensor.shape, kind, tensor_bytes(tensor.shape, kind))
+def _windows_drop_factors(spec: ModelSpec) -> bool:
+    """Whether llama.cpp refuses rotary factors where every layer is windowed, because none would read them."""
+    windows = KNOWN[spec.architecture].windows
+    return windows is not None and windows.own_heads
+
+
+def _zeros(tensor: TensorInfo, name: str) -> VirtualTensor:
+    """The same tensor, all zero; a matrix in the smallest type its rows allow."""
+    kind = tensor.type
+    if len(tensor.shape) > 1 and name.endswith(".weight"):
+        kind = next(kind for kind in CHEAPEST_ZEROS if tensor.shape[-1] % GGML_TYPES[kind].block == 0)
+    return VirtualTensor(name, tensor.shape, kind, tensor_bytes(tensor.shape, kind))
 
 
 def _scale_ratio(spec: ModelSpec, k: int) -> float:
     """What attn_q_norm must be multiplied by because llama.cpp takes the attention scale from the number of layers."""
-    special = KNOWN[spec.architecture].n_layers_scaled_by_width
-    by_width, slice_by_width = spec.n_layers == special, spec.n_layers - k == special
+    depth = KNOWN[spec.architecture].depth
+    if depth is None or not depth.folds:
+        return 1.0
+    by_width, slice_by_width = spec.n_layers == depth.n_layers, spec.n_layers - k == depth.n_layers
     if by_width == slice_by_width:
         return 1.0
     layer = spec.layers[k]

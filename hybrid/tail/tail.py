@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule.placement import Placement
-from hybrid.tail.context import Context, context_params
+from hybrid.tail.context import Context, Float32s, Int32s, context_params
 from hybrid.tail.model import Model, open_files, open_virtual
-from hybrid.tail.slice import tail_slice
+from hybrid.tail.slice import input_scale, tail_slice
 from hybrid.tail.vocab import Vocabulary
 
 
@@ -52,6 +55,7 @@ class Tail(Context):
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         self.placement = placement
+        self._input_scale = np.float32(input_scale(spec))
         model = _load(file, spec, placement.n_gpu_layers, progress, cancelled)
         try:
             super().__init__(model, context_params(placement, n_outputs_max or placement.n_sequences))
@@ -60,6 +64,14 @@ class Tail(Context):
             self.close()
             model.close()
             raise
+
+    def decode(
+        self, inputs: Int32s | Float32s, positions: Int32s, seqs: Int32s, outputs: npt.NDArray[np.bool_]
+    ) -> None:
+        """See `Context.decode`. Hidden states are the residual stream as it is between two layers."""
+        if inputs.ndim == 2 and self._input_scale != 1:
+            inputs = np.asarray(inputs, np.float32) / self._input_scale  # what llama.cpp will multiply it by
+        super().decode(inputs, positions, seqs, outputs)
 
     def reopen(self, n_outputs_max: int | None = None) -> None:
         """A fresh context with room for that many outputs a batch (None: one a sequence); every sequence is empty.

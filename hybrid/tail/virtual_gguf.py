@@ -17,7 +17,7 @@ from pathlib import Path
 from hybrid.errors import BadFileError
 from hybrid.model.ggml_types import GGML_TYPES
 
-UINT32, BOOL, ARRAY = 4, 7, 9
+UINT32, FLOAT32, BOOL, ARRAY = 4, 6, 7, 9
 """`gguf_type` numbers."""
 
 FileRange = tuple[int, int, int]

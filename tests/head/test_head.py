@@ -179,7 +179,7 @@ def test_a_tensor_nobody_knows_is_an_error(tiny_llama: Path) -> None:
 
     with ModelFile(tiny_llama) as file:
         spec = read_spec(file)
-        extra = {**spec.layers[0].weights, "attn_sinks.weight": spec.layers[0].weights["attn_norm.weight"]}
+        extra = {**spec.layers[0].weights, "attn_gate.weight": spec.layers[0].weights["attn_norm.weight"]}
         spec = replace(spec, layers=(replace(spec.layers[0], weights=extra), *spec.layers[1:]))
-        with pytest.raises(UnsupportedError, match=r"attn_sinks\.weight"):
+        with pytest.raises(UnsupportedError, match=r"attn_gate\.weight"):
             Head(file, spec, Placement(device="cpu", n_gpu_layers=1, n_ctx=32))

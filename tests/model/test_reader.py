@@ -84,10 +84,12 @@ def test_every_tensor_type_has_the_block_and_bytes_gguf_says() -> None:
 def test_every_tensor_type_has_the_block_and_bytes_ggml_says() -> None:
     """ggml knows types that the gguf package does not know yet."""
     import ctypes
+    import importlib.util
 
-    import llama_cpp
-
-    lib = ctypes.CDLL(str(next((Path(llama_cpp.__file__).parent / "lib").glob("libggml-base.*"))))
+    package = importlib.util.find_spec("llama_cpp")  # not imported: it would take llama.cpp's log from the tail
+    assert package is not None
+    assert package.origin is not None
+    lib = ctypes.CDLL(str(next((Path(package.origin).parent / "lib").glob("libggml-base.*"))))
     lib.ggml_blck_size.restype = ctypes.c_int64
     lib.ggml_type_size.restype = ctypes.c_size_t
     for kind, t in GGML_TYPES.items():

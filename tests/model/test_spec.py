@@ -14,6 +14,7 @@ from hybrid.errors import BadFileError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
+from hybrid.tail.llama import lib
 from tests.tiny import write_tiny
 
 SMALL = {"n_embd": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "n_ff": 96}
@@ -236,10 +237,12 @@ def test_a_missing_hyperparameter_is_named(tmp_path: Path, key: str) -> None:
     ("options", "reason"),
     [
         ({"as_architecture": "quux"}, "architecture 'quux'"),
-        ({"keys": {"llama.expert_count": 8, "llama.expert_used_count": 2}}, "mixture-of-experts"),
+        ({"architecture": "gemma3", "keys": {"gemma3.expert_count": 8}}, "mixture-of-experts"),
+        ({"as_architecture": "gemma3n"}, "an embedding of the tokens"),
         ({"add": {"blk.0.attn_q.scale": (1,)}}, "attn_q.scale"),
         ({"add": {"rope_factors_long.weight": (8,)}}, "rope_factors_long"),
-        ({"keys": {"llama.rope.scaling.type": "longrope"}}, "LongRoPE"),
+        ({"keys": {"llama.nextn_predict_layers": 1}}, "multi-token"),
+        ({"keys": {"llama.expert_group_count": 4}}, "groups"),
         ({"keys": {"llama.attention.causal": False}}, "not causal"),
         ({"architecture": "gemma3", "keys": {"gemma3.attention.key_length_swa": 8}}, "key_length_swa"),
     ],
@@ -279,30 +282,28 @@ def test_llama_cpp_reads_the_same_figures_from_real_models(real_model: Path) -> 
 
 
 def assert_llama_cpp_agrees(path: Path) -> None:
-    import llama_cpp
-
     spec = spec_of(path)
-    llama_cpp.llama_backend_init()
-    params = llama_cpp.llama_model_default_params()
+    lib().llama_backend_init()
+    params = lib().llama_model_default_params()
     params.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
+    model = lib().llama_model_load_from_file(str(path).encode(), params)
     assert model
     try:
         first = spec.layers[0]
         glob = next(layer for layer in spec.layers if layer.window == 0)
         assert first.rope is not None
         assert glob.rope is not None
-        assert spec.n_layers == llama_cpp.llama_model_n_layer(model)
-        assert spec.n_embd == llama_cpp.llama_model_n_embd(model)
-        assert spec.n_ctx_train == llama_cpp.llama_model_n_ctx_train(model)
-        assert first.n_heads == llama_cpp.llama_model_n_head(model)
-        assert first.n_kv_heads == llama_cpp.llama_model_n_head_kv(model)
-        assert max(layer.window for layer in spec.layers) == llama_cpp.llama_model_n_swa(model)
-        assert spec.n_vocab == llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        assert glob.rope.freq_scale == llama_cpp.llama_model_rope_freq_scale_train(model)
-        styles = {llama_cpp.LLAMA_ROPE_TYPE_NORM: "norm", llama_cpp.LLAMA_ROPE_TYPE_NEOX: "neox"}
-        assert first.rope.style == styles[llama_cpp.llama_model_rope_type(model)]
+        assert spec.n_layers == lib().llama_model_n_layer(model)
+        assert spec.n_embd == lib().llama_model_n_embd(model)
+        assert spec.n_ctx_train == lib().llama_model_n_ctx_train(model)
+        assert first.n_heads == lib().llama_model_n_head(model)
+        assert first.n_kv_heads == lib().llama_model_n_head_kv(model)
+        assert max(layer.window for layer in spec.layers) == lib().llama_model_n_swa(model)
+        assert spec.n_vocab == lib().llama_vocab_n_tokens(lib().llama_model_get_vocab(model))
+        assert glob.rope.freq_scale == lib().llama_model_rope_freq_scale_train(model)
+        styles = {lib().LLAMA_ROPE_TYPE_NORM: "norm", lib().LLAMA_ROPE_TYPE_NEOX: "neox"}
+        assert first.rope.style == styles[lib().llama_model_rope_type(model)]
         n_params = sum(t.n_values for layer in spec.layers for t in layer.weights.values())
-        assert n_params + sum(t.n_values for t in spec.weights.values()) == llama_cpp.llama_model_n_params(model)
+        assert n_params + sum(t.n_values for t in spec.weights.values()) == lib().llama_model_n_params(model)
     finally:
-        llama_cpp.llama_model_free(model)
+        lib().llama_model_free(model)

@@ -31,6 +31,7 @@ BLOCKS: dict[int, Callable[[Tensor], Tensor]] = {
     14: kquants.q6_k,
     20: iquants.iq4_nl,
     23: iquants.iq4_xs,
+    39: iquants.mxfp4,
 }
 """Quantised types: [n_blocks, block_bytes] uint8 to [n_blocks, block_values] float32."""
 

@@ -15,11 +15,21 @@ class KVCache(Protocol):
     Sequences are numbered from 0; positions within a sequence are contiguous from 0.
     """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seqs: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        seqs: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Store k, v at (seqs, positions) of `layer`, then attend causally (and within the layer's window).
 
         q [n_tokens, n_heads, head_dim_k], k [n_tokens, n_kv_heads, head_dim_k], v [n_tokens, n_kv_heads, head_dim_v],
-        all rotated already, on the head's device; positions, seqs [n_tokens] int64 *on the host*.
+        all rotated already, on the head's device; positions, seqs [n_tokens] int64 *on the host*. `sinks` [n_heads]
+        float32 on the device: the score of a key that every query sees and whose value is zero.
         The tokens of one sequence come in order and continue it. Returns [n_tokens, n_heads, head_dim_v].
         """
         ...

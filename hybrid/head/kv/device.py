@@ -35,12 +35,21 @@ class DeviceKVCache:
         with allocating("The KV cache", kv_bytes(layers, placement), device):
             self._layers = [LayerKV(spec, placement, self.dtype, device) for spec in layers]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, seqs: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        seqs: Tensor,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See `KVCache.attend`. Raises BadRequestError if tokens do not continue their sequence or do not fit."""
         kv, out = self._layers[layer], []
         for seq, p0, rows in self._runs(positions, seqs):
             kv.store(seq, p0, k[rows], v[rows])
-            out.append(kv.attend(seq, p0, q[rows]))
+            out.append(kv.attend(seq, p0, q[rows], sinks))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def prefetch(self, layer: int) -> None:

@@ -49,10 +49,10 @@ class LayerKV:
         self.end[seq] = p0 + n
         self.first[seq] = max(self.first[seq], p0 + n - self.capacity)
 
-    def attend(self, seq: int, p0: int, q: Tensor) -> Tensor:
-        """Attention of q [n, n_heads, head_dim_k] at p0, …, the positions stored last."""
+    def attend(self, seq: int, p0: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """Attention of q [n, n_heads, head_dim_k] at p0, …, the positions stored last. `sinks`: see `KVCache`."""
         keys = Keys(partial(self._read, seq), self.k.dtype, self.n_values)
-        return attend(q, p0, keys, window=self.window, scale=self.scale, softcap=self.softcap)
+        return attend(q, p0, keys, window=self.window, scale=self.scale, softcap=self.softcap, sinks=sinks)
 
     def can_continue(self, seq: int, n: int) -> bool:
         """Whether a token at position n would find all it sees."""
