@@ -25,11 +25,16 @@ class Budget:
 
         The mapped file counts as RAM: with less, it would be read from the disk at every token.
         """
-        if ledger.placement.n_gpu_layers and self.vram_bytes is not None and ledger.vram_bytes > self.vram_bytes:
-            return f"needs {mib(ledger.vram_bytes)} of VRAM, {mib(self.vram_bytes)} may be used"
+        vram = self.vram_bytes if ledger.placement.n_gpu_layers else None
+        if vram is not None and ledger.vram_bytes > vram:
+            return _missing("VRAM", ledger.vram_bytes, vram)
         if ledger.ram_bytes > self.ram_bytes:
-            return f"needs {mib(ledger.ram_bytes)} of RAM, {mib(self.ram_bytes)} may be used"
+            return _missing("RAM", ledger.ram_bytes, self.ram_bytes)
         return None
+
+
+def _missing(memory: str, needed: int, allowed: int) -> str:
+    return f"{mib(needed - allowed)} of {memory} too little: needs {mib(needed)}, {mib(allowed)} may be used"
 
 
 def ram_margin(total: int) -> int:
@@ -43,5 +48,5 @@ def ram_budget() -> int:
 
 
 def mib(n_bytes: int) -> str:
-    """Bytes for people: MiB below 10 GiB."""
-    return f"{n_bytes / 2**20:,.0f} MiB" if n_bytes < 10 << 30 else f"{n_bytes / 2**30:,.1f} GiB"
+    """Bytes for people: whole MiB (rounded up) below 10 GiB."""
+    return f"{-(-n_bytes // 2**20):,} MiB" if n_bytes < 10 << 30 else f"{n_bytes / 2**30:,.1f} GiB"

@@ -9,15 +9,18 @@ from pathlib import Path
 from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
+from hybrid.schedule import facts
 from hybrid.schedule.budget import VRAM_RESERVE, Budget, mib, ram_budget
 from hybrid.schedule.kv_size import kv_bytes
-from hybrid.schedule.ledger import ledger_of
+from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
 
 DEFAULT_N_CTX = 4096
 """The context without -c, where the model was trained for it and memory allows it."""
 DEFAULT_N_BATCH = 512
+KV_AVAILABLE: tuple[KVStrategy, ...] = ("device",)
+"""The strategies that the head has; the others can be planned, not run."""
 CONTEXT_SHARE = 0.25
 """The share of available memory that a context nobody asked for may take."""
 
@@ -74,7 +77,7 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         base = replace(base, n_gpu_layers=layers)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
-    placement = _with_threads(base, spec, cores)
+    placement = with_threads(base, spec, cores)
     _check_memory(spec, placement)
     return Plan(placement, tuple(notes))
 
@@ -96,8 +99,8 @@ def _checked_kv(request: Request) -> tuple[KVStrategy, KVDtype]:
             break
     else:
         raise BadRequestError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, not {request.kv_dtype!r}.")
-    if strategy != "device":
-        raise UnsupportedError(f"The KV strategy {strategy!r} is not in this version; use --kv device.")
+    if strategy not in KV_AVAILABLE:
+        raise UnsupportedError(f"The KV strategy {strategy!r} is not in this version; use --kv {KV_AVAILABLE[0]}.")
     return strategy, dtype
 
 
@@ -163,18 +166,14 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
 
 
 def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: list[str]) -> int:
+    """As many layers as the Ledger says fit both memories, and one line why."""
     if device is None:
         notes.append("No GPU that PyTorch can use: all layers run on the CPU in llama.cpp.")
         return 0
     if device == "cpu":
         notes.append("An emulated GPU is never faster than llama.cpp: all layers run on the CPU (-ngl sets another k).")
         return 0
-    import torch
-
-    if device.startswith("cuda"):
-        free, total = torch.cuda.mem_get_info(device)
-    else:
-        free = total = available_ram()
+    free, total = _vram(device)
     budget = Budget(vram_bytes=free - VRAM_RESERVE, ram_bytes=ram_budget())
     for k in sorted(find_splits(spec).allowed, reverse=True):
         ledger = ledger_of(spec, replace(base, n_gpu_layers=k))
@@ -187,8 +186,23 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: li
     return k
 
 
-def _with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
-    """The pools that work at the same time never exceed the cores together."""
+def _vram(device: str) -> tuple[int, int]:
+    """Free and total bytes of the head's device: from the driver, which knows it before a CUDA context takes its share;
+    from torch where there is no such driver; the RAM where the GPU shares it."""
+    index = device.partition(":")[2] or "0"
+    for gpu in facts.gpus():
+        if gpu.device == f"cuda:{index}" and device.startswith("cuda"):
+            return gpu.free_bytes, gpu.total_bytes
+    if device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free) + CUDA_CONTEXT_BYTES, int(total)  # asking made the context, which the Ledger counts
+    return available_ram(), available_ram()
+
+
+def with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
+    """The placement with `cores` shared out: the pools that work at the same time never exceed the cores together."""
     k = base.n_gpu_layers
     if k == 0:
         head, beside = 1, cores

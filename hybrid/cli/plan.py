@@ -1,0 +1,196 @@
+"""`hybrid plan`: what fits, and what it would cost, without loading anything."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hybrid.cli.options import json_option, model_argument
+from hybrid.cli.units import Bytes, Seconds
+from hybrid.errors import BadRequestError
+from hybrid.schedule.placement import KV_DTYPES
+
+if TYPE_CHECKING:
+    from hybrid.apps.plan import PlanReport
+    from hybrid.model.spec import ModelSpec
+    from hybrid.schedule.candidates import Candidate
+    from hybrid.schedule.machine import Machine
+
+ROWS = 12
+"""About as many placements as a person wants to compare; --json has them all."""
+
+
+@click.command()
+@model_argument
+@click.option(
+    "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", default=4096, show_default=True,
+    help="Context in tokens, per sequence.",
+)  # fmt: skip
+@click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
+              help="Sequences at the same time; each has a context of its own.")  # fmt: skip
+@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+              help="Prompt tokens per chunk.")  # fmt: skip
+@click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
+              help="KV cache type.")  # fmt: skip
+@click.option("--machine", metavar="NAME|FILE", help="Plan for an assumed machine (`hybrid machine --list`).")
+@click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.")
+@click.option("--vram", type=Bytes(), metavar="BYTES", help="VRAM that may be used.  [default: what is free]")
+@click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
+              help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
+@click.option("--tpot", type=Seconds(), metavar="TIME", help="The longest a token may take, e.g. 50ms.")
+@click.option(
+    "--shape", metavar="NAME=VALUE,…", help="Plan a model without its file: layers=32,kv_heads=8,head_dim=128."
+)
+@json_option
+def command(model: str | None, shape: str | None, machine: str | None, as_json: bool, **options: Any) -> None:
+    """Show which placements of MODEL fit, and predict time to first token and speed for each.
+
+    Nothing is loaded; the answer takes a fraction of a second. Predictions rest on this machine's measured bandwidths
+    (`hybrid machine`) or on an assumed machine's, and say how far they may be off.
+    """
+    report, title = _report(model, shape, machine, options)
+    if as_json:
+        click.echo(json.dumps({"model": title, **report.to_dict()}, ensure_ascii=False))
+    else:
+        _print(report, title)
+
+
+def _report(model: str | None, shape: str | None, machine: str | None, options: Any) -> tuple[PlanReport, str]:
+    from hybrid.apps.plan import PlanRequest, make_plan
+
+    spec, title = _model(model, shape)
+    request = PlanRequest(
+        n_ctx=options["n_ctx"],
+        n_sequences=options["n_sequences"],
+        n_batch=options["n_batch"],
+        kv_dtype=options["kv_dtype"],
+        device=options["device"],
+        vram_bytes=options["vram"],
+        vram_reserve=options["vram_reserve"],
+        tpot_s=options["tpot"],
+    )
+    return make_plan(spec, _machine(machine), request), title
+
+
+def _model(model: str | None, shape: str | None) -> tuple[ModelSpec, str]:
+    if shape is not None:
+        from hybrid.schedule.shape import parse_shape, shape_spec
+
+        if model is not None:
+            raise BadRequestError("Give a model or a --shape, not both.")
+        return shape_spec(parse_shape(shape)), f"shape {shape}"
+    from hybrid.model.architectures import read_spec
+    from hybrid.model.catalog import resolve_model
+    from hybrid.model.file import ModelFile
+
+    with ModelFile(resolve_model(model)) as file:
+        return read_spec(file), str(file.path)
+
+
+def _machine(name: str | None) -> Machine:
+    from hybrid.schedule.machine_store import this_machine, unmeasured_machine
+    from hybrid.schedule.presets import assumed_machine
+
+    return assumed_machine(name) if name is not None else this_machine() or unmeasured_machine()
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _print(report: PlanReport, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    request, machine = report.request, report.machine
+    many = f", {request.n_sequences} sequences" if request.n_sequences > 1 else ""
+    console.print(f"{title}: {request.n_ctx} tokens{many}", markup=False)
+    where = "assumed" if machine.assumed else "measured" if machine.measured_at else "not measured"
+    vram = "" if report.budget.vram_bytes is None else f"{_size(report.budget.vram_bytes)} of VRAM and "
+    console.print(f"{machine.name} ({where}): {vram}{_size(report.budget.ram_bytes)} of RAM may be used", markup=False)
+    for note in report.notes:
+        console.print(note, markup=False)
+    half = request.n_ctx // 2
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = ["-ngl", "--kv", "VRAM", "RAM", f"TTFT {_tokens(half)}", "t/s empty", "half", "full"]
+    columns += ["longest"] if request.tpot_s is not None else []
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for candidate in _chosen(report):
+        table.add_row(*_row(candidate, report))
+    console.print()
+    console.print(table)
+    console.print()
+    longest = "; `longest` is the context that still meets --tpot" if request.tpot_s is not None else ""
+    console.print(f"Predicted speeds may be off by {100 * report.uncertainty:.0f} %{longest}.", markup=False)
+    if report.best is not None:
+        console.print(f"Use: {_flags(report.best)}", markup=False)
+    for line in report.advice:
+        console.print(line, markup=False)
+
+
+def _chosen(report: PlanReport) -> list[Candidate]:
+    """The best, both ends, those about where memory runs out, some between, and every KV strategy."""
+    found = list(report.candidates)
+    splits = [c for c in found if c.placement.kv == "device"]
+    last = max((i for i, c in enumerate(splits) if c.fits), default=0)
+    keep = {0, len(splits) - 1, last, min(last + 1, len(splits) - 1)}
+    keep |= {round(i * (len(splits) - 1) / (ROWS - 5)) for i in range(ROWS - 4)}
+    chosen = [splits[i] for i in sorted(keep)]
+    if report.best is not None and report.best not in chosen:
+        chosen = sorted([*chosen, report.best], key=lambda c: c.placement.n_gpu_layers)
+    return chosen + [c for c in found if c.placement.kv != "device"]
+
+
+def _row(candidate: Candidate, report: PlanReport) -> list[str]:
+    p, n_ctx = candidate.placement, report.request.n_ctx
+    style = "" if candidate.fits else "[dim]"
+    speeds = [p.n_sequences / candidate.tpot_s[depth] for depth in (0, n_ctx // 2, n_ctx)]
+    cells = [
+        str(p.n_gpu_layers),
+        p.kv if p.n_gpu_layers else "-",
+        _size(candidate.ledger.vram_bytes) if p.n_gpu_layers else "-",
+        _size(candidate.ledger.ram_bytes),
+        _seconds(candidate.ttft_s[n_ctx // 2]),
+        *(f"{speed:.1f}" for speed in speeds),
+    ]
+    if report.request.tpot_s is not None:
+        cells.append(_tokens(candidate.longest_context or 0))
+    return [style + cell for cell in [*cells, _mark(candidate, report)]]
+
+
+def _mark(candidate: Candidate, report: PlanReport) -> str:
+    if candidate is report.best:
+        return "best"
+    if not candidate.fits:
+        return candidate.reason.partition(":")[0]
+    if not candidate.available:
+        return "not in this version"
+    return "emulated" if candidate.ledger.emulated else ""
+
+
+def _flags(candidate: Candidate) -> str:
+    p = candidate.placement
+    flags = [f"-ngl {p.n_gpu_layers}", f"-c {p.n_ctx}"]
+    if p.kv != "device":
+        flags.append(f"--kv {p.kv}")
+    if p.kv_dtype != "f16":
+        flags.append(f"--kv-type {p.kv_dtype}")
+    if candidate.ledger.emulated:
+        flags.append("--device cpu")
+    return " ".join(flags)
+
+
+def _tokens(n: int) -> str:
+    return f"{n / 1024:.0f}k" if n >= 10240 else str(n)
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

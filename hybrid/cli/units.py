@@ -1,0 +1,41 @@
+"""Amounts on the command line: bytes and times with units."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+BYTES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0}
+
+
+class Bytes(click.ParamType[int]):
+    """`128MiB`, `6g`, `1.5GB`, `4096`: as memory is sold, a GB here is 2**30 too."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number of bytes."""
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
+        if not match:
+            self.fail(f"{value!r} is not an amount of memory such as 6GiB or 128MiB", param, ctx)
+        return int(float(match[1]) * BYTES[match[2]])
+
+
+class Seconds(click.ParamType[float]):
+    """`50ms`, `1.5s`, `2min`; a bare number is seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number of seconds."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)?", value.strip().lower())
+        if not match or float(match[1]) <= 0:
+            self.fail(f"{value!r} is not a time such as 50ms or 2s", param, ctx)
+        return float(match[1]) * SECONDS[match[2] or "s"]

@@ -1,0 +1,160 @@
+"""Candidate placements of a model on a machine: what each needs, what it would cost, and whether it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid.model.spec import ModelSpec
+from hybrid.model.splits import find_splits
+from hybrid.schedule.budget import Budget
+from hybrid.schedule.cost import CostModel, longest_context
+from hybrid.schedule.ledger import Ledger, ledger_of
+from hybrid.schedule.placement import KVStrategy, Placement
+from hybrid.schedule.scheduler import KV_AVAILABLE, with_threads
+
+OFFLOADED: tuple[KVStrategy, ...] = ("stream", "attend", "tiered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One placement, judged. Seconds are predicted."""
+
+    placement: Placement
+    ledger: Ledger
+    fits: bool
+    available: bool
+    """Whether this version can run it."""
+    reason: str
+    """Why it fits or not, in a phrase."""
+    tpot_s: Mapping[int, float]
+    """Seconds a token, by depth: empty, half and full context."""
+    ttft_s: Mapping[int, float]
+    """Seconds until the first token of a prompt of so many tokens (one at least)."""
+    kv_transfer_s_per_token: float
+    """At full context, of what crosses the bus, hidden behind computing or not."""
+    per_layer_transfer_s: Mapping[str, float]
+    """Reading one layer's K and V at full context from the device's memory, over the bus, and from the disk."""
+    longest_context: int | None = None
+    """Tokens up to which a token takes no longer than was asked for and memory suffices; None if nothing was asked."""
+
+    @property
+    def runnable(self) -> bool:
+        """Fits, and this version has it."""
+        return self.fits and self.available
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "placement": self.placement.to_dict(),
+            "fits": self.fits,
+            "available": self.available,
+            "reason": self.reason,
+            "vram_bytes": self.ledger.vram_bytes,
+            "ram_bytes": self.ledger.ram_bytes,
+            "kv_bytes": self.ledger.kv_bytes,
+            "ledger": self.ledger.to_dict(),
+            "tpot_s": {str(depth): seconds for depth, seconds in self.tpot_s.items()},
+            "ttft_s": {str(depth): seconds for depth, seconds in self.ttft_s.items()},
+            "kv_transfer_s_per_token": self.kv_transfer_s_per_token,
+            "per_layer_transfer_s": dict(self.per_layer_transfer_s),
+            "longest_context": self.longest_context,
+            "emulated": self.ledger.emulated,
+        }
+
+
+def candidates(model: CostModel, base: Placement, budget: Budget, tpot_s: float | None = None) -> list[Candidate]:
+    """Every allowed split with K and V beside the weights, then the KV-only family: as many layers on the device as fit
+    (all of them, where that is possible) with K and V elsewhere.
+
+    `base` gives everything but the split, the strategy and the threads. With `tpot_s` each is asked for its longest
+    context too.
+    """
+    return [judge(model, p, budget, tpot_s) for p in _placements(model.spec, base, budget, model.machine.cpu.cores)]
+
+
+def judge(model: CostModel, placement: Placement, budget: Budget, tpot_s: float | None = None) -> Candidate:
+    """One placement's needs and costs."""
+    ledger = ledger_of(model.spec, placement)
+    shortfall = budget.shortfall(ledger)
+    available = placement.n_gpu_layers == 0 or placement.kv in KV_AVAILABLE
+    n_ctx = placement.n_ctx
+    depths = sorted({0, n_ctx // 2, n_ctx})
+    longest = None
+    if tpot_s is not None:
+        longest = _longest(model, placement, budget, tpot_s)
+    return Candidate(
+        placement=placement,
+        ledger=ledger,
+        fits=shortfall is None,
+        available=available,
+        reason=shortfall or ("fits" if available else f"fits, but --kv {placement.kv} is not in this version"),
+        tpot_s={depth: model.tpot_s(placement, depth) for depth in depths},
+        ttft_s={depth: model.prefill_s(placement, max(1, depth)) for depth in depths},
+        kv_transfer_s_per_token=model.kv_transfer_s(placement, n_ctx),
+        per_layer_transfer_s=model.layer_transfer_s(placement, n_ctx),
+        longest_context=longest,
+    )
+
+
+def best(found: list[Candidate]) -> Candidate | None:
+    """The runnable one whose tokens are quickest at half the context; None where nothing can run.
+
+    An emulated device only wins where nothing else can: it is right, not quick.
+    """
+
+    def rank(candidate: Candidate) -> tuple[bool, float]:
+        depth = candidate.placement.n_ctx // 2
+        return candidate.ledger.emulated, candidate.tpot_s[depth]
+
+    return min((c for c in found if c.runnable), key=rank, default=None)
+
+
+def smallest_vram(model: CostModel, base: Placement) -> int:
+    """VRAM that one layer (the fewest that can be split off) needs."""
+    least = min((k for k in find_splits(model.spec).allowed if k > 0), default=0)
+    return ledger_of(model.spec, replace(base, n_gpu_layers=least)).vram_bytes if least else 0
+
+
+def _placements(spec: ModelSpec, base: Placement, budget: Budget, cores: int) -> Iterator[Placement]:
+    allowed = find_splits(spec).allowed
+    for k in allowed:
+        yield with_threads(replace(base, n_gpu_layers=k, kv="device"), spec, cores)
+    for kv in OFFLOADED if len(allowed) > 1 else ():
+        found = None
+        for k in sorted(allowed, reverse=True)[:-1]:
+            found = _offloaded(spec, replace(base, n_gpu_layers=k, kv=kv), budget)
+            if found is not None:
+                break
+        if found is None:
+            found = replace(base, n_gpu_layers=allowed[-1], kv=kv, kv_budget=0 if kv == "tiered" else base.kv_budget)
+        yield with_threads(found, spec, cores)
+
+
+def _offloaded(spec: ModelSpec, placement: Placement, budget: Budget) -> Placement | None:
+    """The placement, with what VRAM it leaves as the budget of `tiered`; None where its weights do not fit."""
+    if placement.kv == "tiered":
+        placement = replace(placement, kv_budget=0)
+    need = ledger_of(spec, placement).vram_bytes
+    if budget.vram_bytes is None:
+        return replace(placement, kv_budget=None)
+    if need > budget.vram_bytes:
+        return None
+    return replace(placement, kv_budget=budget.vram_bytes - need) if placement.kv == "tiered" else placement
+
+
+def _longest(model: CostModel, placement: Placement, budget: Budget, tpot_s: float) -> int:
+    """0 where not even the first token is quick enough, or nothing fits."""
+    quick = longest_context(model, placement, tpot_s, max(placement.n_ctx, model.spec.n_ctx_train))
+
+    def fits(n_ctx: int) -> bool:
+        return budget.shortfall(ledger_of(model.spec, replace(placement, n_ctx=n_ctx))) is None
+
+    if quick < 1 or fits(quick):
+        return max(0, quick)
+    low, high = 0, quick
+    while high - low > max(1, low // 64):  # to 2 %: each step is a whole ledger
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,68 @@
+"""The rates that the CostModel's equations multiply with, and how they change with threads."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+THREAD_SCALING = 0.9
+"""A pool of n threads does n ** 0.9 of one's work where memory does not limit it."""
+
+
+def thread_factor(threads: int, than: int) -> float:
+    """How much more `threads` threads do than `than`."""
+    return math.pow(threads / than, THREAD_SCALING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfRates:
+    """c, W, F, A and G of one half, on `threads` threads (on a GPU they do not depend on threads)."""
+
+    layer_s: float
+    weight_bytes_per_s: float
+    flop_per_s: float
+    kv_bytes_per_s: float
+    attention_flop_per_s: float
+    output_bytes_per_s: float | None = None
+    """W of the output head, which is often of another type than the layers; None: as theirs."""
+    chunk_layer_s: float = 0.0
+    """c of a chunk's layer beyond `layer_s`."""
+    threads: int = 0
+    """0: the rates do not depend on threads."""
+
+    def at(self, threads: int) -> HalfRates:
+        """The rates on another number of threads."""
+        if not self.threads or threads == self.threads:
+            return self
+        factor = thread_factor(threads, self.threads)
+        return replace(
+            self,
+            output_bytes_per_s=self.output_bytes_per_s and self.output_bytes_per_s * factor,
+            weight_bytes_per_s=self.weight_bytes_per_s * factor,
+            flop_per_s=self.flop_per_s * factor,
+            kv_bytes_per_s=self.kv_bytes_per_s * factor,
+            attention_flop_per_s=self.attention_flop_per_s * factor,
+            threads=threads,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coefficients:
+    """Every rate the equations need, and how far they may be trusted."""
+
+    head: HalfRates
+    tail: HalfRates
+    host_kv_bytes_per_s: float
+    """A_host: attention of the head's layers on the CPU."""
+    bus_bytes_per_s: float
+    """B, host to device."""
+    back_bytes_per_s: float
+    """Device to host."""
+    crossing_s: float
+    """A synchronisation between the halves."""
+    token_s: float
+    """t_0."""
+    uncertainty: float
+    """Relative: true times are within this share of predicted ones, more often than not."""
+    measured: bool
+    """Fitted to measurements of this model on this machine, or assumed from the machine's figures."""
