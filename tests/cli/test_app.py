@@ -123,6 +123,21 @@ def test_an_interrupt_anywhere_is_exit_code_130(monkeypatch: pytest.MonkeyPatch)
     assert app._run(["--version"]) == 130
 
 
+def test_an_interrupt_while_the_command_line_is_imported_is_exit_code_130() -> None:
+    code = """
+import sys
+class Ctrl_C:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Ctrl_C())
+from hybrid.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, b"")
+
+
 @pytest.mark.parametrize(("name", "file"), [("dwave-hybrid", "decomposers.py"), ("hybrid", "wsgi_app/__init__.py")])
 def test_another_distribution_in_our_import_folder_is_named(name: str, file: str, tmp_path: Path) -> None:
     assert find_clash(tmp_path, hybrid.__all__) is None
