@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
-from hybrid.cli.app import main
+import sys
+from typing import NoReturn
 
 __all__ = ["main"]
+
+INTERRUPTED = 130
+
+
+def main() -> NoReturn:
+    """Entry point of the console script; Ctrl-C while the command line itself is being imported is an interrupt too."""
+    try:
+        from hybrid.cli.app import main as run
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    run()

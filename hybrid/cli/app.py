@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import NoReturn
 
 import click
 
+from hybrid.cli import INTERRUPTED
 from hybrid.cli.clash import check_package
 from hybrid.errors import HybridError
 
@@ -24,7 +27,7 @@ COMMANDS = {
 }
 """Each is `command` in the module of its name; imported when called, so that `--help` costs nothing."""
 
-INTERRUPTED = 130
+TERMINATED = 143
 CLOSED_PIPE = 141
 """128 + SIGPIPE: what a shell reports for a program whose reader went away."""
 
@@ -90,7 +93,9 @@ def commands() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the console script. Exit codes: 0 fine, 2 bad input, 130 interrupted, 1 a bug of ours."""
+    """Entry point of the console script. Exit codes: 0 fine, 2 bad input, 130 interrupted, 143 terminated, 1 a bug of
+    ours."""
+    signal.signal(signal.SIGTERM, _terminate)
     _sound_streams()
     code = _run(sys.argv[1:] or ["--help"])
     try:
@@ -99,6 +104,11 @@ def main() -> NoReturn:
         code = code or CLOSED_PIPE
         _abandon_output()
     sys.exit(code)
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave as after Ctrl-C: what the terminal was set to and what was half written is put right on the way out."""
+    raise SystemExit(TERMINATED)
 
 
 def _sound_streams() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -70,12 +71,14 @@ def read_prompt(text: str | None, file: str | None) -> str:
 
 
 def checked_text(text: str) -> str:
-    """An argument of the command line as text; Python smuggles bytes that are not UTF-8 as lone surrogates."""
+    """An argument of the command line as UTF-8 text, whatever encoding the locale made Python read it in.
+
+    Bytes that encoding lacks come as lone surrogates, of which `os.fsencode` makes bytes again.
+    """
     try:
-        text.encode()
-    except UnicodeEncodeError as e:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError as e:
         raise BadRequestError("The prompt is not valid UTF-8 text.") from e
-    return text
 
 
 def _decode(data: bytes, name: str) -> str:

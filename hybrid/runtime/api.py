@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,7 @@ from hybrid.runtime.engine import Engine
 from hybrid.runtime.generate import Options, generate
 from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
+from hybrid.runtime.turns import Turns
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.scheduler import Request, plan
 
@@ -43,7 +47,7 @@ class GenerateOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     seed: int | None
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     ignore_eos: bool
 
@@ -53,7 +57,12 @@ class Hybrid:
 
     with Hybrid("smollm2-135m", n_gpu_layers=15, device="cpu") as model:
         print(model.generate("The capital of France is", max_tokens=16, temperature=0))
+
+    Threads may share it: their requests wait for each other. Of streams only the one begun last can be read on.
     """
+
+    _engine: Engine | None = None
+    _file: ModelFile | None = None
 
     def __init__(
         self,
@@ -78,8 +87,10 @@ class Hybrid:
         Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
         """
         start = time.perf_counter()
-        self._engine: Engine | None = None
         self._progress = progress
+        self._pid = os.getpid()
+        self._turns = Turns()
+        self._closing = False
         self._file = ModelFile(resolve_model(model))
         try:
             spec = read_spec(self._file)
@@ -112,6 +123,7 @@ class Hybrid:
     @property
     def model_path(self) -> Path:
         """The file that is open (the first shard of several)."""
+        assert self._file is not None
         return self._file.path
 
     @property
@@ -121,9 +133,12 @@ class Hybrid:
 
     @property
     def engine(self) -> Engine:
-        """The two halves, for those who want to drive them themselves. Raises BadRequestError once closed."""
+        """The two halves, for those who want to drive them themselves. Raises BadRequestError once closed, and in
+        a forked process, which has the memory but not the threads."""
         if self._engine is None:
             raise BadRequestError("This model is closed.")
+        if os.getpid() != self._pid:
+            raise BadRequestError("This model was loaded in another process; load it in the one that uses it.")
         return self._engine
 
     @property
@@ -156,7 +171,7 @@ class Hybrid:
         """The logits after every token, [n_tokens, n_vocab] float32, from an empty context (which is left empty)."""
         engine = self.engine
         self._check(tokens)
-        with engine.scoring():
+        with self._turns.take(object(), begin=True), engine.scoring():
             engine.trim(0)
             rows = engine.evaluate(list(tokens), outputs="all")
             engine.trim(0)
@@ -187,7 +202,7 @@ class Hybrid:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         logit_bias: Mapping[int, float] | None = None,
         ignore_eos: bool = False,
         stream: bool = False,
@@ -212,23 +227,25 @@ class Hybrid:
                 logit_bias=dict(logit_bias or {}),
             ),
             max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            stop=_stops(stop),
             ignore_eos=ignore_eos,
         )
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
         self._check(tokens)
         result: list[Completion] = []
         cancelled = threading.Event()
+        pieces = self._pieces(tokens, options, result, lambda: cancelled.is_set() or self._closing)
 
         def cancel() -> None:
             cancelled.set()
-            self.engine.interrupt()
+            if self._turns.at_work(pieces):
+                self.engine.interrupt()
 
-        pieces = Stream(self._pieces(tokens, options, result, cancelled.is_set), result, cancel)
         if stream:
-            return pieces
-        for _ in pieces:
-            pass
+            return Stream(self._in_turn(pieces), result, cancel)
+        with self._turns.take(pieces, begin=True):
+            for _ in pieces:
+                pass
         return result[0]
 
     @overload
@@ -246,9 +263,7 @@ class Hybrid:
         template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
         template = self.chat_template
         tokens = encode_chat(template, self.engine.vocabulary, messages)
-        stop = options.pop("stop", ())
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        options["stop"] = [*stops, *template.stop]
+        options["stop"] = [*_stops(options.get("stop")), *template.stop]
         if stream:
             return self.generate(tokens, stream=True, **options)
         return self.generate(tokens, **options)
@@ -268,17 +283,33 @@ class Hybrid:
         return self._template
 
     def close(self) -> None:
-        """Free both halves and the file. Calling it again does nothing."""
+        """Free both halves and the file; a request of another thread is interrupted first. Calling it again does
+        nothing; nor does it where the model was loaded in another process, which goes on using it."""
+        if self._file is None or os.getpid() != self._pid:
+            return
+        self._closing = True
         if self._engine is not None:
-            self._engine.close()
-            self._engine = None
-        self._file.close()
+            self._engine.interrupt()
+        with self._turns.take(self, begin=True):
+            if self._engine is not None:
+                self._engine.close()
+                self._engine = None
+            self._file.close()
 
     def __enter__(self) -> Hybrid:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        """A model that nobody can reach any more gives its memory back, `with` or not."""
+        if not sys.is_finalizing():
+            self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Copies would share one KV state; other processes cannot share it at all."""
+        raise TypeError("A loaded model cannot be copied or pickled; load it again where it is needed.")
 
     def _check(self, tokens: Sequence[int]) -> None:
         n_vocab = self.engine.vocabulary.n_vocab
@@ -287,6 +318,18 @@ class Hybrid:
                 raise BadRequestError(f"Token {token} is not in this model's vocabulary of {n_vocab}.")
         if not tokens:
             raise BadRequestError("The prompt is empty.")
+
+    def _in_turn(self, pieces: Iterator[str]) -> Iterator[str]:
+        """`pieces` one by one, the model free between them."""
+        begin = True
+        while True:
+            assert self.engine  # not closed since
+            with self._turns.take(pieces, begin=begin):
+                begin = False
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece
 
     def _pieces(
         self, tokens: list[int], options: Options, result: list[Completion], cancelled: Callable[[], bool]
@@ -301,6 +344,26 @@ class Hybrid:
             on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
         )
         result.append(completion)
+
+
+def _ids(prompt: object) -> list[int]:
+    """Token ids as plain ints. Raises BadRequestError for what is neither text nor token ids."""
+    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping)):
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            pass
+    raise BadRequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__} {prompt!r:.40}.")
+
+
+def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """What may be given as `stop`, as a tuple of strings."""
+    if stop is None:
+        return ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(s, str) for s in stops):
+        raise BadRequestError(f"stop must be a string or a list of strings, not {stop!r:.40}.")
+    return stops
 
 
 def _spelled(vocabulary: Vocabulary, token: int) -> str:

@@ -43,11 +43,16 @@ class Boundary:
         self._torch = torch
         self._on_host = torch.device(device).type == "cpu"
         self._cuda = torch.device(device).type == "cuda"
-        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        for _ in range(depth):
-            size = (0,) if self._on_host else (n_batch, n_embd)
-            self._buffers.put(torch.empty(size, dtype=torch.float32, pin_memory=self._cuda))
+        size = (0,) if self._on_host else (n_batch, n_embd)
+        self._all = [torch.empty(size, dtype=torch.float32, pin_memory=self._cuda) for _ in range(depth)]
+        self.reset()
         self.nbytes = 0 if self._on_host else depth * n_batch * n_embd * 4
+
+    def reset(self) -> None:
+        """Take all buffers back, whoever has them: for when an evaluation ended amid one and both halves are idle."""
+        self._buffers: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for buffer in self._all:
+            self._buffers.put(buffer)
 
     def send(self, hidden: Tensor) -> Parcel:
         """Start moving `hidden` [n_tokens, n_embd] float32 to the host."""

@@ -79,6 +79,10 @@ class Completion(str):
         self.placement, self.timings, self.memory = placement, timings, memory
         return self
 
+    def __getnewargs_ex__(self) -> tuple[tuple[str], dict[str, Any]]:
+        """For pickle and copy."""
+        return (self.text,), {name: getattr(self, name) for name in self.__slots__}
+
     @property
     def text(self) -> str:
         """The text as a plain str."""

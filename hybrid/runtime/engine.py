@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.errors import BadRequestError, Cancelled
+from hybrid.errors import BadRequestError, Cancelled, EngineError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.runtime.boundary import Boundary, Parcel
@@ -153,6 +153,8 @@ class Engine:
             else:
                 self._pipeline(chunks, finish, progress or (lambda n: None))
         except BaseException:
+            if self._boundary is not None:
+                self._boundary.reset()
             self.trim(len(held), seq)  # the halves may hold more than both have finished
             raise
         return np.concatenate(rows) if outputs == "all" else None
@@ -179,7 +181,12 @@ class Engine:
             self.tail.abort()
 
     def sample(self, sampler: Sampler) -> int:
-        """The next token from the last evaluated token's logits."""
+        """The next token from the last evaluated token's logits.
+
+        Raises EngineError for logits that are not finite: llama.cpp would draw from them without a word.
+        """
+        if not np.isfinite(self.last_logits().max()):
+            raise EngineError("The model computed logits that are not numbers; its file may be damaged.")
         if self.tail is not None:
             return sampler.sample_from(self.tail.context, -1)
         return sampler.sample(self.last_logits())
@@ -242,7 +249,13 @@ class Engine:
             front.release()
 
     def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
-        return None if self.head is None else self._head_thread.submit(self._front, chunk).result()
+        if self.head is None:
+            return None
+        job = self._head_thread.submit(self._front, chunk)
+        try:
+            return job.result()
+        finally:
+            _wait([job])  # Ctrl-C stops the waiting, not the head
 
     def _pipeline(
         self,
@@ -279,18 +292,20 @@ class Engine:
             finally:
                 done.put(None)
 
-        if self.head is None:
-            produce()
-            jobs = [self._tail_thread.submit(consume)]
-        else:
-            jobs = [self._head_thread.submit(produce), self._tail_thread.submit(consume)]
+        jobs: list[Future[None]] = []
         finished = 0
         try:
+            jobs.append(self._tail_thread.submit(consume))
+            if self.head is None:
+                produce()
+            else:
+                jobs.append(self._head_thread.submit(produce))
             while (n := done.get()) is not None:
                 finished += n
                 progress(finished)
         except BaseException:
             self.interrupt()
+            ready.put(None)  # in case the producer never began
             raise
         finally:
             _wait(jobs)
@@ -353,13 +368,14 @@ def _drop(front: Parcel | Logits | None) -> None:
 
 
 def _wait(jobs: Sequence[Future[Any]]) -> None:
-    """Until every job is over, however often Ctrl-C is pressed: both halves must be idle before they are trimmed."""
-    interrupted = False
+    """Until every job is over, whatever signals come (Ctrl-C, SIGTERM): both halves must be idle before they are
+    trimmed. Then what the last signal raised is raised."""
+    interruption: BaseException | None = None
     while True:
         try:
             wait(jobs)
             break
-        except KeyboardInterrupt:
-            interrupted = True
-    if interrupted:
-        raise KeyboardInterrupt
+        except (KeyboardInterrupt, SystemExit) as e:
+            interruption = e
+    if interruption is not None:
+        raise interruption

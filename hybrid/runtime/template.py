@@ -72,6 +72,7 @@ class ChatTemplate:
             return self._render(folded, add_generation_prompt)
 
     def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        setattr(self.template.environment, "steps", 0)  # noqa: B010 - a ChatEnvironment, which jinja2 types as its base
         try:
             return self.template.render(
                 messages=[dict(m) for m in messages],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,8 @@ DEFAULT_N_CTX = 4096
 DEFAULT_N_BATCH = 512
 KV_AVAILABLE: tuple[KVStrategy, ...] = ("device",)
 """The strategies that the head has; the others can be planned, not run."""
+MAX_N_THREADS = 512
+"""GGML_MAX_N_THREADS in llama.cpp's ggml.h."""
 CONTEXT_SHARE = 0.25
 """The share of available memory that a context nobody asked for may take."""
 
@@ -57,7 +60,9 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     notes: list[str] = []
     kv, kv_dtype = _checked_kv(request)
     n_sequences = _positive("n_sequences", request.n_sequences)
-    cores = _positive("n_threads", request.n_threads) if request.n_threads is not None else usable_cores()
+    cores = usable_cores()
+    if request.n_threads is not None:
+        cores = _positive("n_threads", request.n_threads, MAX_N_THREADS)
     layers = _wanted_layers(request.n_gpu_layers, spec)
     device = _device(request, layers)
     base = Placement(
@@ -82,9 +87,9 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     return Plan(placement, tuple(notes))
 
 
-def _positive(name: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise BadRequestError(f"{name} must be a whole number of 1 or more, not {value!r}.")
+def _positive(name: str, value: object, most: int = 2**31 - 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise BadRequestError(f"{name} must be a whole number between 1 and {most}, not {value!r}.")
     return value
 
 
@@ -112,11 +117,11 @@ def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
             return None
         if word == "all":
             asked = spec.n_layers
-        elif word.lstrip("-").isdigit():
+        elif re.fullmatch("-?[0-9]+", word):
             asked = int(word)
         else:
             raise BadRequestError(f"n_gpu_layers must be a number, 'all' or 'auto', not {asked!r}.")
-    if isinstance(asked, bool) or asked < 0:
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
         raise BadRequestError(f"n_gpu_layers must be 0 or more, 'all' or 'auto', not {asked!r}.")
     k = min(asked, spec.n_layers)
     if refusal := find_splits(spec).refusal(k):
@@ -139,6 +144,8 @@ def _gpu() -> str | None:
 
 def _device(request: Request, layers: int | None) -> str | None:
     """The head's device; None where there is no GPU and none is needed."""
+    if request.device is not None and not isinstance(request.device, str):
+        raise BadRequestError(f"device must be a PyTorch device's name such as cuda or cpu, not {request.device!r}.")
     if request.device is not None or layers == 0:
         return request.device
     device = _gpu()
@@ -196,7 +203,13 @@ def _vram(device: str) -> tuple[int, int]:
     if device.startswith("cuda"):
         import torch
 
-        free, total = torch.cuda.mem_get_info(device)
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+        except (AssertionError, RuntimeError, ValueError) as e:  # no CUDA in this PyTorch, no such GPU, no such name
+            why = (str(e).strip().splitlines() or [type(e).__name__])[0].rstrip(".")
+            raise UnsupportedError(
+                f"The device {device!r} is not available ({why}); use -ngl 0, or --device cpu to emulate it."
+            ) from e
         return int(free) + CUDA_CONTEXT_BYTES, int(total)  # asking made the context, which the Ledger counts
     return available_ram(), available_ram()
 

@@ -98,6 +98,17 @@ def test_an_argument_that_is_no_text_is_refused(args: list[str | bytes], environ
     assert b"not valid UTF-8" in done.stderr
 
 
+def test_an_argument_is_utf_8_text_in_every_locale(tiny: Path, environment: dict[str, str]) -> None:
+    args = ["generate", str(tiny), "-p", "héé 日本".encode(), "-n", "1", "-t", "1", "--json"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    runs = [
+        subprocess.run([*HYBRID, *args], env={**environment, **locale}, capture_output=True, timeout=120)
+        for locale in (plain, {"PYTHONUTF8": "1"})
+    ]
+    ascii_locale, utf_8 = (json.loads(run.stdout)["n_prompt_tokens"] for run in runs)
+    assert ascii_locale == utf_8
+
+
 def test_a_bug_of_ours_is_one_sentence_and_a_traceback_only_on_request(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +132,21 @@ def test_an_interrupt_anywhere_is_exit_code_130(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(app, "check_package", interrupt)
     assert app._run(["--version"]) == 130
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_exit_code_130() -> None:
+    code = """
+import sys
+class Ctrl_C:
+    def find_spec(self, name, path=None, target=None):
+        if name == "click":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Ctrl_C())
+from hybrid.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, b"")
 
 
 @pytest.mark.parametrize(("name", "file"), [("dwave-hybrid", "decomposers.py"), ("hybrid", "wsgi_app/__init__.py")])

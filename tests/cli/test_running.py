@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import termios
 from pathlib import Path
 
 import gguf
@@ -143,6 +144,25 @@ def test_an_interrupted_generation_is_exit_code_130_without_a_traceback(
         pytest.skip("this random model ended by itself")
     assert program.returncode == 130
     assert b"Traceback" not in err
+
+
+def test_a_terminated_chat_leaves_the_terminal_as_it_was(tmp_path: Path, environment: dict[str, str]) -> None:
+    path = write_tiny(tmp_path / "long.gguf", n_layers=4, n_ctx=1 << 16)
+    args = ["-m", "hybrid.cli", "chat", str(path), "-t", "1", "-s", "1", "-c", "60000"]
+    chat = pexpect.spawn(HYBRID[0], args, env=environment, timeout=120, encoding="utf-8", codec_errors="replace")
+    try:
+        before = termios.tcgetattr(chat.child_fd)
+        chat.expect("Ctrl-D leaves")
+        chat.expect(">")
+        chat.send("Hello\r")
+        chat.waitnoecho()  # the answer has begun
+        chat.kill(signal.SIGTERM)
+        chat.expect(pexpect.EOF)
+        assert termios.tcgetattr(chat.child_fd) == before
+        chat.wait()
+    finally:
+        chat.close(force=True)
+    assert (chat.exitstatus, chat.signalstatus) == (143, None)
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])

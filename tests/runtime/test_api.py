@@ -6,13 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hybrid import Completion, Hybrid
-from hybrid.errors import BadRequestError, HybridError, UnsupportedError
+from hybrid.errors import BadRequestError, EngineError, HybridError, UnsupportedError
+from hybrid.model.file import ModelFile
 from hybrid.tail.reference import Reference
+from tests.tiny import write_tiny
 
 PROMPT = "Hello world, the ring of"
 
@@ -196,6 +199,52 @@ def test_prompts_that_are_none_are_refused(llama_f32: Path, prompt: str | list[i
         else:
             with pytest.raises(BadRequestError):
                 model.generate(prompt)
+
+
+@pytest.mark.parametrize("prompt", [b"bytes", [1.5], ["a"], None, 5, {1: 2}])
+def test_prompts_of_another_kind_are_refused_and_not_read_as_tokens(llama_f32: Path, prompt: Any) -> None:
+    with Hybrid(llama_f32) as model, pytest.raises(BadRequestError, match="text or a list of token ids"):
+        model.generate(prompt)
+
+
+@pytest.mark.parametrize("stop", [3, [3], [b"x"]])
+def test_a_stop_that_is_no_text_is_refused_and_none_is_none(llama_f32: Path, stop: Any) -> None:
+    with Hybrid(llama_f32) as model:
+        with pytest.raises(BadRequestError, match="stop must be"):
+            model.generate(PROMPT, stop=stop)
+        assert model.generate(PROMPT, stop=None, max_tokens=2, ignore_eos=True).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_threads": 100_000}, "between 1 and 512"),  # beyond what ggml has room for it would crash
+        ({"n_ctx": 10**12}, "between 1 and"),
+        ({"n_gpu_layers": 1.5}, "n_gpu_layers"),
+        ({"n_gpu_layers": None}, "n_gpu_layers"),
+        ({"n_gpu_layers": "²"}, "n_gpu_layers"),
+        ({"n_gpu_layers": "--5"}, "n_gpu_layers"),
+        ({"device": 3}, "device"),
+        ({"device": "cuda:99"}, "'cuda:99' is not available"),
+        ({"device": "cuda:x"}, "'cuda:x' is not available"),
+    ],
+)
+def test_a_senseless_placement_is_one_sentence(llama_f32: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(HybridError, match=words):
+        Hybrid(llama_f32, **options)
+
+
+@pytest.mark.parametrize("k", [0, 2, 4])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_are_an_error(tmp_path: Path, k: int, value: float) -> None:
+    path = write_tiny(tmp_path / "bad.gguf", n_layers=4)
+    with ModelFile(path) as file:
+        norm = file.tensors["output_norm.weight"]
+    with path.open("r+b") as f:
+        f.seek(norm.offset)
+        f.write(np.full(norm.n_values, value, np.float32).tobytes())
+    with Hybrid(path, n_gpu_layers=k, device="cpu") as model, pytest.raises(EngineError, match="not numbers"):
+        model.generate(PROMPT, max_tokens=3, temperature=0)
 
 
 def test_a_closed_model_says_so(llama_f32: Path) -> None:

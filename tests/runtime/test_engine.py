@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +91,38 @@ def test_an_interrupted_prefill_leaves_both_halves_alike(model: str, k: int, req
         assert held % 32 == 0
         assert engine.tail is None or engine.tail.n_tokens(0) == held
         assert_invisible(last_logits(engine, TOKENS[held:]), expected)
+
+
+@pytest.mark.parametrize("when", ["in the head", "before the tail"])
+def test_interrupted_decodes_leave_buffers_and_halves_as_they_were(
+    llama_f32: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(llama_f32, 2) as engine:
+        expected = last_logits(engine, TOKENS[:11])
+        engine.trim(0)
+        engine.evaluate(TOKENS[:10])
+        assert engine.head is not None
+        assert engine._boundary is not None
+        forward = engine.head.forward
+
+        def pressed(*args: Any) -> Any:  # on the head's thread: Ctrl-C reaches the main one
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return forward(*args)
+
+        def lost(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        for _ in range(4):  # more often than there are buffers
+            with monkeypatch.context() as patch:
+                if when == "in the head":
+                    patch.setattr(engine.head, "forward", pressed)
+                else:
+                    patch.setattr(engine, "_back", lost)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.evaluate(TOKENS[10:11])
+            assert len(engine.tokens()) == engine.tail.n_tokens(0) == 10  # type: ignore[union-attr]
+            assert engine._boundary._buffers.qsize() == 2
+        assert_invisible(last_logits(engine, TOKENS[10:11]), expected)
 
 
 @pytest.mark.parametrize("half", ["head", "tail"])
