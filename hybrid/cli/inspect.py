@@ -20,12 +20,40 @@ from hybrid.schedule.placement import KV_DTYPES
 @click.option(
     "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
 )
+@click.option("--verify", is_flag=True, help="Run llama.cpp alone and a split on a few tokens, and compare them.")
+@click.option(
+    "-ngl",
+    "--n-gpu-layers",
+    metavar="N|all",
+    help="With --verify: the split to run.  [default: in the middle of the model]",
+)
+@click.option("--device", metavar="NAME", help="With --verify: the device of the first layers.")
+@click.option(
+    "-t", "--threads", "n_threads", type=click.IntRange(min=1), metavar="N", help="With --verify: CPU threads."
+)
 @json_option
-def command(model: str | None, n_ctx: int | None, kv_dtype: str, as_json: bool) -> None:
+def command(
+    model: str | None,
+    n_ctx: int | None,
+    kv_dtype: str,
+    verify: bool,
+    n_gpu_layers: str | None,
+    device: str | None,
+    n_threads: int | None,
+    as_json: bool,
+) -> None:
     """Show a model's layers, their bytes and quantisation, their KV cache, and the allowed values of -ngl.
 
     KV bytes of a layer with a sliding window stop growing where the window (and a chunk of prompt) is full.
+
+    --verify loads the model twice, one after the other: whole in llama.cpp, then split. It exits with 1 where the two
+    do not agree. What llama.cpp does with itself, in other batches or without flash attention, is the yardstick.
     """
+    if verify:
+        _verify(model, n_gpu_layers, device, n_threads, as_json)
+        return
+    if n_gpu_layers is not None or device is not None or n_threads is not None:
+        raise click.UsageError("-ngl, --device and --threads need --verify")
     facts = describe(model, n_ctx, kv_dtype)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))
@@ -78,6 +106,35 @@ def describe(model: str | None, n_ctx: int | None, kv_dtype: Any) -> dict[str, A
             "layers": layers,
             "outside": [{"name": t.name, "bytes": t.n_bytes, "type": type_name(t.type)} for t in spec.weights.values()],
         }
+
+
+def _verify(model: str | None, k: str | None, device: str | None, n_threads: int | None, as_json: bool) -> None:
+    """Print whether llama.cpp alone and the split agree; exit code 1 where they do not."""
+    from hybrid.apps.verify import verify
+    from hybrid.cli.progress import ProgressBar
+    from hybrid.model.catalog import resolve_model
+
+    progress = ProgressBar()
+    try:
+        verdict = verify(resolve_model(model), k, device=device, n_threads=n_threads, progress=progress)
+    finally:
+        progress.clear()
+    if as_json:
+        click.echo(json.dumps(verdict.to_dict()))
+    else:
+        where = f"{verdict.n_gpu_layers} layers on {verdict.device}"
+        click.echo(f"{where}, {verdict.n_tokens} tokens, against llama.cpp alone:")
+        click.echo(f"  split      KL {verdict.kl:.2g}, same next token {verdict.same_token:.0%}")
+        click.echo(f"  llama.cpp  KL {verdict.own_kl:.2g}, same next token {verdict.own_same_token:.0%}, with itself")
+        if verdict.tail_difference is not None:
+            exact = (
+                "bit for bit llama.cpp's" if verdict.tail_difference == 0 else f"off by {verdict.tail_difference:.1%}"
+            )
+            click.echo(f"  CPU half   {exact}, given llama.cpp's own hidden state")
+            click.echo(f"  GPU half   hidden state off by {verdict.hidden_difference:.2%}")
+        click.echo("They agree." if verdict.agrees else "They do NOT agree: please report this model.")
+    if not verdict.agrees:
+        raise SystemExit(1)
 
 
 def _bytes_by_type(tensors: Any) -> dict[str, int]:

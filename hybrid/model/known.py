@@ -52,6 +52,7 @@ POST_NORM_AS_FFN_NORM: Shapes = {"post_attention_norm.weight": ("n_embd",)}
 
 LLAMA = Architecture(
     name="llama",
+    models="Llama 1 to 3, Mistral 7B, Mixtral, SmolLM, SmolLM2, TinyLlama, Yi and many more",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -62,6 +63,7 @@ LLAMA = Architecture(
 )
 MISTRAL3 = Architecture(
     name="mistral3",
+    models="Ministral 3, Mistral 3",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -74,6 +76,7 @@ MISTRAL3 = Architecture(
 )
 GRANITE = Architecture(
     name="granite",
+    models="Granite 3, dense Granite 4",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -87,6 +90,7 @@ GRANITE = Architecture(
 )
 GRANITE_MOE = Architecture(
     name="granitemoe",
+    models="Granite 3 MoE",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -99,6 +103,7 @@ GRANITE_MOE = Architecture(
 )
 QWEN2 = Architecture(
     name="qwen2",
+    models="Qwen 1.5 to 2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     rope_style="neox",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -107,6 +112,7 @@ QWEN2 = Architecture(
 )
 QWEN3 = Architecture(
     name="qwen3",
+    models="Qwen 3",
     rope_style="neox",
     attention={**NORMED_ATTENTION, **QK_NORMS},
     feed_forward=GATED_FFN,
@@ -114,6 +120,7 @@ QWEN3 = Architecture(
 )
 QWEN3_MOE = Architecture(
     name="qwen3moe",
+    models="Qwen 3 MoE: 30B-A3B, 235B-A22B, Coder",
     rope_style="neox",
     attention={**NORMED_ATTENTION, **QK_NORMS},
     feed_forward=None,
@@ -122,6 +129,7 @@ QWEN3_MOE = Architecture(
 )
 SEED_OSS = Architecture(
     name="seed_oss",
+    models="Seed-OSS 36B",
     rope_style="neox",
     attention=NORMED_ATTENTION,
     feed_forward={**POST_NORM_AS_FFN_NORM, **SEPARATE_FFN},
@@ -130,6 +138,7 @@ SEED_OSS = Architecture(
 )
 SMOLLM3 = Architecture(
     name="smollm3",
+    models="SmolLM3",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=GATED_FFN,
@@ -138,6 +147,7 @@ SMOLLM3 = Architecture(
 )
 STARCODER2 = Architecture(
     name="starcoder2",
+    models="StarCoder2",
     rope_style="neox",
     attention={**NORMED_ATTENTION, "attn_norm.bias": ("n_embd",), **OUTPUT_BIAS},
     feed_forward={
@@ -153,6 +163,7 @@ STARCODER2 = Architecture(
 )
 PHI3 = Architecture(
     name="phi3",
+    models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
     rope_style="neox",
     attention=NORMED_ATTENTION,
     feed_forward=FUSED_FFN,
@@ -162,6 +173,7 @@ PHI3 = Architecture(
 )
 OLMO2 = Architecture(
     name="olmo2",
+    models="OLMo 2, OLMo 3",
     rope_style="neox",
     attention={**ATTENTION, **WIDE_QK_NORMS, **POST_NORMS},
     feed_forward=SEPARATE_FFN,
@@ -171,6 +183,7 @@ OLMO2 = Architecture(
 )
 EXAONE4 = Architecture(
     name="exaone4",
+    models="EXAONE 4",
     rope_style="neox",
     attention={**ATTENTION, **QK_NORMS, **POST_NORMS},
     feed_forward=SEPARATE_FFN,
@@ -181,6 +194,7 @@ EXAONE4 = Architecture(
 )
 COHERE2 = Architecture(
     name="cohere2",
+    models="Command R7B, Command A",
     rope_style="norm",
     attention=NORMED_ATTENTION,
     feed_forward=SEPARATE_FFN,
@@ -194,6 +208,7 @@ COHERE2 = Architecture(
 )
 GEMMA2 = Architecture(
     name="gemma2",
+    models="Gemma 2",
     rope_style="neox",
     attention={**NORMED_ATTENTION, **POST_NORMS},
     feed_forward=GATED_FFN,
@@ -210,6 +225,7 @@ GEMMA2 = Architecture(
 )
 GEMMA3 = Architecture(
     name="gemma3",
+    models="Gemma 3",
     rope_style="neox",
     attention={**NORMED_ATTENTION, **QK_NORMS, **POST_NORMS},
     feed_forward=GATED_FFN,
@@ -223,6 +239,7 @@ GEMMA3 = Architecture(
 )
 GEMMA4 = Architecture(
     name="gemma4",
+    models="Gemma 4 31B and 26B-A4B",
     rope_style="neox",
     attention={
         **{name: shape for name, shape in NORMED_ATTENTION.items() if name != "attn_v.weight"},
@@ -253,6 +270,7 @@ GEMMA4 = Architecture(
     final_softcap=0.0,
     scaled_embedding=True,
     least_tail=2,
+    loads_tied_embedding_twice=True,
     refused={
         "embedding_length_per_layer_input": "every layer reads an embedding of the tokens, which the CPU half has not",
         "attention.shared_kv_layers": "its last layers share the keys and values of earlier ones",
@@ -260,6 +278,7 @@ GEMMA4 = Architecture(
 )  # fmt: skip
 GLM4 = Architecture(
     name="glm4",
+    models="GLM-4 0414",
     rope_style="norm",
     attention={**NORMED_ATTENTION, **POST_NORMS},
     feed_forward=FUSED_FFN,
@@ -270,6 +289,7 @@ GLM4 = Architecture(
 )
 GPT_OSS = Architecture(
     name="gpt-oss",
+    models="gpt-oss 20B and 120B",
     rope_style="neox",
     attention={**NORMED_ATTENTION, **OUTPUT_BIAS, "attn_sinks.weight": ("n_heads",)},
     feed_forward=None,

@@ -79,6 +79,25 @@ def padding(spec: ModelSpec, k: int) -> int:
     return n
 
 
+def rule(architecture: Architecture) -> str:
+    """Which k its models allow, in words."""
+    if architecture.no_slice is not None:
+        return f"0 and all: {architecture.no_slice}"
+    parts = ["every k"]
+    if architecture.no_rope_every:
+        n = architecture.no_rope_every
+        parts.append(f"with up to {n - 1} empty layers in the tail where k is no multiple of {n}")
+    if architecture.windows is not None and architecture.windows.without == "pad":
+        parts.append("with an empty layer in the tail where no windowed layer is left to it")
+    if architecture.scales_given_embeddings:
+        parts.append("to one rounding of the hidden state unless sqrt(n_embd) is a power of two")
+    depth = architecture.depth
+    if depth is not None:
+        how = "every k to rounding" if depth.folds else f"0 and all (llama.cpp takes {depth.what} from that number)"
+        parts.append(f"with {depth.n_layers} layers {how}")
+    return "; ".join(parts)
+
+
 def _needs_a_window(architecture: Architecture, spec: ModelSpec) -> bool:
     windows = architecture.windows
     return windows is not None and windows.without == "pad" and any(layer.window for layer in spec.layers)

@@ -75,6 +75,8 @@ class Architecture:
     """One value of `general.architecture` that the head can run."""
 
     name: str
+    models: str
+    """What people know it by."""
     rope_style: RopeStyle
     attention: Shapes
     """What every layer must have besides its feed-forward part. Q, K and V may always be one `attn_qkv.weight`."""
@@ -134,6 +136,8 @@ class Architecture:
     least_tail: int = 1
     """llama.cpp aborts on fewer layers."""
     depth: DepthRule | None = None
+    loads_tied_embedding_twice: bool = False
+    """llama.cpp asks for the output matrix before the embedding it is tied to, and then keeps a copy of each."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Metadata keys that llama.cpp honours and the head does not: they must be missing or zero, and why."""
     no_slice: str | None = None

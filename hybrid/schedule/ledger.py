@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid.model.spec import ModelSpec
+from hybrid.model.splits import padding
 from hybrid.schedule import head_size, llama_size
 from hybrid.schedule.kv_size import (
     cached_tokens,
@@ -43,11 +44,13 @@ class Static:
     """Output matrix and final norm (a tied token embedding counts here, where it is the output matrix)."""
     embedding: int = 0
     """Token embedding beside it."""
+    padding: int = 0
+    """Empty layers that the tail of some architectures keeps before its own (`hybrid.model.splits.padding`)."""
 
     @property
     def n_bytes(self) -> int:
         """All of it."""
-        return sum(self.layers) + self.output_head + self.embedding
+        return sum(self.layers) + self.output_head + self.embedding + self.padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,16 +156,18 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
         ),
     )
     static = Static()
+    empty = spec.layers[k - padding(spec, k) : k]
     if not all_on_device:
         static = Static(
             layers=tuple(llama_size.layer_weight_bytes(layer) for layer in tail),
             output_head=llama_size.output_head_bytes(spec, k),
             embedding=llama_size.embedding_bytes(spec, k),
+            padding=sum(llama_size.empty_layer_bytes(layer) for layer in empty),
         )
     host = Books(
         static,
         Dynamic(
-            kv=on_host + tuple(llama_layer_kv_bytes(layer, placement) for layer in tail),
+            kv=on_host + tuple(llama_layer_kv_bytes(layer, placement) for layer in (*empty, *tail)),
             workspace=llama_size.work_bytes(spec, placement)
             + (TORCH_CPU_SCRATCH_BYTES if k > 0 and device == "cpu" else 0),
             compute=llama_size.compute_bytes(spec, placement),

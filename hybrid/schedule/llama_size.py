@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 
+from hybrid.model.known import KNOWN
 from hybrid.model.records import TensorInfo
 from hybrid.model.spec import LayerSpec, ModelSpec
 from hybrid.schedule.kv_size import kv_bytes_per_token, llama_cells
@@ -20,7 +21,7 @@ REPACKED_ARM = REPACKED | {8, 13, 14}
 """And Q8_0, Q5_K, Q6_K on ARM with its dot product instructions."""
 REPACKED_ROWS = 8
 Q1_0_BITS = 9 / 8
-"""Bits a weight of the cheapest type that stands for an embedding nobody reads (`hybrid/tail/slice.py`)."""
+"""Bits a weight of the cheapest type, which stands for matrices of zeros (`hybrid/tail/slice.py`)."""
 BPE_TOKEN_BYTES, SPM_TOKEN_BYTES = 361, 168
 """Resident bytes of llama.cpp's vocabulary per token, what reading it leaves in the heap included: measured on SmolLM2
 (byte-pair merges) and Gemma 3 (SentencePiece)."""
@@ -35,13 +36,22 @@ def layer_weight_bytes(layer: LayerSpec) -> int:
     return layer.weight_bytes
 
 
+def empty_layer_bytes(layer: LayerSpec) -> int:
+    """A layer the tail keeps only to count right: matrices of zeros, and its vectors."""
+    matrices = [t for t in layer.weights.values() if len(t.shape) > 1]
+    vectors = sum(t.n_bytes for t in layer.weights.values() if len(t.shape) < 2)
+    return vectors + int(sum(t.n_values for t in matrices) * Q1_0_BITS / 8)
+
+
 def output_head_bytes(spec: ModelSpec, k: int) -> int:
     """Output matrix, final norm and whatever else lies outside the layers, but not an untied token embedding."""
     outside = sum(t.n_bytes for name, t in spec.weights.items() if name != "token_embd.weight")
     if spec.tied_output:
         embedding = spec.weights["token_embd.weight"]
         # ggml keeps two copies of a tied embedding whose type it rearranges for products: rows are read from the other.
-        outside += embedding.n_bytes * (2 if k > 0 and is_repacked(embedding) else 1)
+        known = KNOWN.get(spec.architecture)
+        twice = is_repacked(embedding) or (known is not None and known.loads_tied_embedding_twice)
+        outside += embedding.n_bytes * (2 if k > 0 and twice else 1)
     return outside
 
 

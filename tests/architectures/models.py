@@ -29,6 +29,11 @@ GEMMA4_SIZES = {"head_dim": 32, "n_kv_heads": 1}
 GEMMA4_WINDOWED = {"head_dim": 16, "n_kv_heads": 2}
 
 MODELS: dict[str, Tiny] = {
+    "llama": Tiny("llama", 4, outside=("rope_freqs.weight",)),
+    "llama-longrope": Tiny(
+        "llama", 3, outside=LONG, keys={"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 200}
+    ),
+    "gemma3": Tiny("gemma3", 7),
     "qwen2": Tiny("qwen2", optional=BIASES),
     "qwen2-untied-bias": Tiny("qwen2", 3, optional=BIASES, outside=("output.weight", "output.bias")),
     "qwen3": Tiny("qwen3", sizes={"head_dim": 32}),
@@ -76,6 +81,7 @@ MODELS: dict[str, Tiny] = {
     ),
     "glm4": Tiny("glm4", 3, keys={"rope.dimension_count": 8}, optional=BIASES),
     "llama-experts": Tiny("llama", keys=MOE, sizes=MOE_SIZES, seed=7),
+    "mistral3-experts": Tiny("mistral3", 4, keys=MOE, sizes=MOE_SIZES, seed=7),
     "qwen3moe": Tiny("qwen3moe", keys=MOE, sizes=MOE_SIZES, seed=11),
     "granitemoe": Tiny(
         "granitemoe", keys={**MOE, "embedding_scale": 12.0, "residual_scale": 0.22}, sizes=MOE_SIZES, seed=26

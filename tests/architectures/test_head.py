@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid.head.device import Compute
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.tail.reference import Reference
-from tests.architectures.models import MODELS
+from tests.architectures.models import MODELS, PLAIN, TESTED
 from tests.head.heads import mean_kl, open_head, relative, run, some_tokens
 from tests.tiny_arch import write_arch
 
@@ -107,6 +108,26 @@ def test_long_rope_chooses_its_factors_as_llama_cpp_does(
     head = open_head(path, n_batch=64, **options)
     assert relative(run(head, tokens), want) < TOLERANCE
     head.close()
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if "expert_count" in MODELS[name].keys])
+@pytest.mark.parametrize("types", TESTED)
+def test_experts_that_stay_quantised_compute_what_expanded_ones_do(name: str, types: str, tmp_path: Path) -> None:
+    """As on a GPU: the matrices of the chosen experts are dequantised at the product."""
+    how, tokens = TESTED[types], some_tokens(20)
+    model = replace(MODELS[name], n_layers=2, sizes={**MODELS[name].sizes, **how.sizes}, keys=_two(MODELS[name].keys))
+    path = write_arch(tmp_path / "m.gguf", model, how.kinds, expert_kind=how.expert_kind)
+    expanded = open_head(path)
+    kept = open_head(path, compute=Compute(torch.device("cpu"), torch.float32, expand=False, tile_values=1 << 14))
+    assert kept.weight_bytes < 0.6 * expanded.weight_bytes
+    assert relative(run(kept, tokens), run(expanded, tokens)) < 1e-5
+    expanded.close()
+    kept.close()
+
+
+def _two(keys: dict[str, Any]) -> dict[str, Any]:
+    """Metadata for the first two layers, one windowed and one not where there are both."""
+    return {key: [True, False] if isinstance(value, list) else value for key, value in keys.items()}
 
 
 def spec_of(path: Path) -> Any:

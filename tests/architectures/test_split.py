@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,20 @@ import pytest
 from hybrid.cli.inspect import describe
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.model.splits import find_splits
+from hybrid.model.splits import find_splits, padding
 from hybrid.runtime.engine import Engine
+from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from hybrid.tail.llama import lib
 from hybrid.tail.reference import Reference
+from hybrid.tail.tail import Tail
 from tests.architectures.models import MODELS
 from tests.head.heads import some_tokens
 from tests.tiny_arch import Tiny, write_arch
 
 TOKENS = some_tokens(70).tolist()
+REPORTED = 10486
+"""llama.cpp reports each buffer to a hundredth of a MiB."""
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -58,6 +63,20 @@ def test_llama_cpp_reads_the_same_figures(name: str, tiny: Callable[..., Path]) 
         assert ropes <= {styles[lib().llama_model_rope_type(model)]}
         n_params = sum(t.n_values for layer in spec.layers for t in layer.weights.values())
         assert n_params + sum(t.n_values for t in spec.weights.values()) == lib().llama_model_n_params(model)
+
+
+@pytest.mark.parametrize(("name", "k"), [("smollm3", 3), ("cohere2", 7), ("gemma4", 5), ("gemma4", 3), ("gpt-oss", 5)])
+def test_the_ledger_knows_the_tail_s_kv_and_its_empty_layers(name: str, k: int, tmp_path: Path) -> None:
+    model = replace(MODELS[name], sizes={**MODELS[name].sizes, "n_embd": 128, "n_heads": 8})  # rows Q1_0 can hold
+    path = write_arch(tmp_path / "m.gguf", model)
+    with ModelFile(path) as file:
+        spec = read_spec(file)
+        placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=1024, n_batch=32, n_ubatch=32)
+        host = ledger_of(spec, placement).host
+        with Tail(file, spec, placement) as tail:
+            assert sum(host.dynamic.kv) == pytest.approx(tail.memory.kv_bytes, abs=2 * REPORTED)
+            assert host.static.n_bytes == pytest.approx(tail.memory.model_bytes, abs=2 * REPORTED)
+            assert (host.static.padding > 0) == (padding(spec, k) > 0)
 
 
 INSPECTED: dict[str, dict[str, Any]] = {
