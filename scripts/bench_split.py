@@ -152,7 +152,7 @@ def k0(models: Sequence[str], repeats: int) -> list[Row]:
 
             ours(), theirs()
             runs = []
-            for i in range(repeats):
+            for i in range(2 * repeats):
                 first, second = (ours, theirs) if i % 2 else (theirs, ours)
                 a, b = first(), second()
                 runs.append((a, b) if first is ours else (b, a))
@@ -210,7 +210,7 @@ def tail(models: Sequence[str], repeats: int) -> list[Row]:
 
                     part(), full(True)
                     shares, pairs = [], []
-                    for _ in range(repeats):
+                    for _ in range(2 * repeats):
                         tail_s, full_s, silent_s = part(), full(True), full(False)
                         head_s = max(0.0, full_s - silent_s)
                         share = (n_layers - k) / n_layers * (full_s - head_s) + head_s
@@ -231,7 +231,11 @@ def tail(models: Sequence[str], repeats: int) -> list[Row]:
 
 
 def overlap(models: Sequence[str], repeats: int) -> list[Row]:
-    """Wall time of a pipelined prefill against the slower half alone plus one chunk of the faster."""
+    """Wall time of a pipelined prefill against the slower half alone plus one chunk of the faster.
+
+    `beside` is what the machine makes of the two halves at the same time with nothing between them: where it exceeds
+    the slower half alone, the cores share something (a physical core, caches, memory, power).
+    """
     rows: list[Row] = []
     n_prompt = 1024
     for name in models:
@@ -245,7 +249,7 @@ def overlap(models: Sequence[str], repeats: int) -> list[Row]:
                     device="cpu", n_gpu_layers=k, n_ctx=n_prompt, n_batch=n_batch, n_ubatch=n_batch
                 )  # one thread everywhere
                 with closing(open_engine(path, placement)) as engine:
-                    head_s, tail_s, wall_s = _halves(engine, n_prompt, repeats)
+                    head_s, tail_s, beside_s, wall_s = _halves(engine, n_prompt, repeats)
                 balanced = round(n_layers * tail_s / (n_layers - k) / (head_s / k + tail_s / (n_layers - k)))
                 if abs(head_s - tail_s) <= 0.1 * max(head_s, tail_s) or balanced == k:
                     break
@@ -258,7 +262,8 @@ def overlap(models: Sequence[str], repeats: int) -> list[Row]:
                     "k": k,
                     "head s": head_s,
                     "tail s": tail_s,
-                    "difference": abs(head_s - tail_s) / max(head_s, tail_s),
+                    "apart": abs(head_s - tail_s) / max(head_s, tail_s),
+                    "beside s": beside_s,
                     "wall s": wall_s,
                     "wall / ideal": wall_s / ideal,
                     "prefill t/s": n_prompt / wall_s,
@@ -267,8 +272,8 @@ def overlap(models: Sequence[str], repeats: int) -> list[Row]:
     return rows
 
 
-def _halves(engine: Engine, n_prompt: int, repeats: int) -> tuple[float, float, float]:
-    """Medians, interleaved: the head alone, the tail alone, both pipelined."""
+def _halves(engine: Engine, n_prompt: int, repeats: int) -> tuple[float, float, float, float]:
+    """Medians, interleaved: the head alone, the tail alone, both at once but unconnected, both pipelined."""
     head, late, placement = engine.head, engine.tail, engine.placement
     assert head is not None
     assert late is not None
@@ -288,7 +293,7 @@ def _halves(engine: Engine, n_prompt: int, repeats: int) -> tuple[float, float, 
         for s in starts:
             late.decode(hidden, positions(s), seqs, off)
 
-    samples: list[tuple[float, float, float]] = []
+    samples: list[tuple[float, float, float, float]] = []
     with ThreadPoolExecutor(1, initializer=_one_thread) as pool:  # torch counts its threads per thread
         for _ in range(max(3, repeats // 2) + 1):
             engine.trim(0)
@@ -296,9 +301,15 @@ def _halves(engine: Engine, n_prompt: int, repeats: int) -> tuple[float, float, 
             engine.trim(0)
             tail_s = seconds(tail_alone)
             engine.trim(0)
-            samples.append((head_s, tail_s, seconds(lambda: engine.evaluate(tokens.tolist()))))
-    head_t, tail_t, wall_t = zip(*samples[1:], strict=True)
-    return statistics.median(head_t), statistics.median(tail_t), statistics.median(wall_t)
+            start = time.perf_counter()
+            beside = pool.submit(head_alone)
+            tail_alone()
+            beside.result()
+            beside_s = time.perf_counter() - start
+            engine.trim(0)
+            samples.append((head_s, tail_s, beside_s, seconds(lambda: engine.evaluate(tokens.tolist()))))
+    head_t, tail_t, beside_t, wall_t = (statistics.median(column) for column in zip(*samples[1:], strict=True))
+    return head_t, tail_t, beside_t, wall_t
 
 
 def _one_thread() -> None:

@@ -20,6 +20,9 @@ from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrat
 DEFAULT_N_CTX = 4096
 """The context without -c, where the model was trained for it and memory allows it."""
 DEFAULT_N_BATCH = 512
+SPLIT_N_BATCH = 128
+"""The chunk where both halves work: the smaller it is, the sooner the tail starts, until overhead eats the gain
+(`scripts/bench_split.py` sweeps it; 64 and 128 are equally fast there, 512 is a tenth to a sixth slower)."""
 KV_AVAILABLE: tuple[KVStrategy, ...] = ("device",)
 """The strategies that the head has; the others can be planned, not run."""
 MAX_N_THREADS = 512
@@ -74,17 +77,23 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         kv_dtype=kv_dtype,
     )
     n_ctx = _context(spec, base, request.n_ctx, notes)
-    n_batch = min(_positive("n_batch", request.n_batch or DEFAULT_N_BATCH), n_ctx)
-    n_ubatch = min(_positive("n_ubatch", request.n_ubatch or n_batch), n_batch)
-    base = replace(base, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch)
+    base = _with_batch(replace(base, n_ctx=n_ctx), spec, request)
     if layers is None:
         layers = _auto_layers(spec, base, device, notes)
-        base = replace(base, n_gpu_layers=layers)
+        base = _with_batch(replace(base, n_gpu_layers=layers), spec, request)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
     placement = with_threads(base, spec, cores)
     _check_memory(spec, placement)
     return Plan(placement, tuple(notes))
+
+
+def _with_batch(base: Placement, spec: ModelSpec, request: Request) -> Placement:
+    """The chunk sizes asked for, or the defaults for this k; never more than the context."""
+    default = SPLIT_N_BATCH if 0 < base.n_gpu_layers < spec.n_layers else DEFAULT_N_BATCH
+    n_batch = min(_positive("n_batch", request.n_batch or default), base.n_ctx)
+    n_ubatch = min(_positive("n_ubatch", request.n_ubatch or n_batch), n_batch)
+    return replace(base, n_batch=n_batch, n_ubatch=n_ubatch)
 
 
 def _positive(name: str, value: object, most: int = 2**31 - 1) -> int:
