@@ -173,17 +173,7 @@ def _boundary(
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table()
-    names = [
-        "model",
-        "k",
-        "head",
-        "tail",
-        "KL(P|S)",
-        "x tail fed P",
-        "KL(Q|S) / KL(P|Q)",
-        "argmax = P",
-        "within bounds",
-    ]
+    names = ["model", "k", "head", "own", "tail", "KL(P|S)", "x exact", "KL(Q|S)", "exact", "argmax = P", "bounds"]
     for name in names:
         table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
