@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,6 +18,20 @@ from hybrid.schedule.cost_fit import Measurement
 from hybrid.schedule.placement import Placement
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds, for a half (read on the thread that runs it) and for the whole engine."""
+
+    half: Callable[[], float]
+    whole: Callable[[], float]
+
+
+WALL = Clock(time.perf_counter, time.perf_counter)
+CPU = Clock(time.thread_time, time.process_time)
+"""Processor time: with one thread a half it tells what a step costs although other programs share the machine. Of
+halves that overlap it gives the sum."""
 N_TOKENS = 8
 """Tokens decoded for one figure; the quickest counts, because what disturbs a token only ever makes it slower."""
 
@@ -28,6 +42,7 @@ def calibrate(
     placements: Sequence[Placement],
     *,
     depth: int = 768,
+    clock: Clock = WALL,
     progress: Callable[[float], None] | None = None,
 ) -> list[Measurement]:
     """Load each placement in turn and time its halves apart, and the engine as a whole, at depth 0 and `depth`.
@@ -37,16 +52,16 @@ def calibrate(
     found: list[Measurement] = []
     for i, placement in enumerate(placements):
         with closing(Engine(file, spec, placement)) as engine:
-            found += measure(engine, depth)
+            found += measure(engine, depth, clock)
         if progress is not None:
             progress((i + 1) / len(placements))
     return found
 
 
-def measure(engine: Engine, depth: int) -> list[Measurement]:
+def measure(engine: Engine, depth: int, clock: Clock = WALL) -> list[Measurement]:
     """One engine's measurements: the halves' chunks up to `depth`, and tokens at its beginning and at its end."""
     depth = min(depth, engine.placement.n_ctx - 4 * N_TOKENS)
-    with closing(_Halves(engine)) as halves:
+    with closing(_Halves(engine, clock)) as halves:
         halves.chunk(0, min(engine.placement.n_batch, depth))  # warms up
         halves.trim(0)
         tokens = [halves.decode(at) for at in range(1, N_TOKENS + 1)] if halves.token(0) else []
@@ -55,14 +70,14 @@ def measure(engine: Engine, depth: int) -> list[Measurement]:
         found += halves.prompt(depth)
         found.append(_quickest([halves.decode(depth + i) for i in range(N_TOKENS)], engine.placement, depth))
         halves.trim(0)
-    whole = measure_whole(engine, [0, depth])
+    whole = measure_whole(engine, [0, depth], clock)
     totals = {m.depth: m.total_s for m in whole if m.kind == "decode"}
     return [replace(m, total_s=totals.get(m.depth)) if m.kind == "decode" else m for m in found] + [
         m for m in whole if m.kind == "prefill"
     ]
 
 
-def measure_whole(engine: Engine, depths: Sequence[int]) -> list[Measurement]:
+def measure_whole(engine: Engine, depths: Sequence[int], clock: Clock = WALL) -> list[Measurement]:
     """Tokens at `depths` (ascending), and the prompts in between, as the engine runs them."""
     found: list[Measurement] = []
     engine.trim(0)
@@ -75,10 +90,10 @@ def measure_whole(engine: Engine, depths: Sequence[int]) -> list[Measurement]:
                     kind="prefill",
                     depth=at,
                     n_tokens=depth - at,
-                    total_s=_timed(lambda n=depth - at: engine.evaluate(_tokens(n)))[0],  # type: ignore[misc]
+                    total_s=_timed(clock.whole, lambda n=depth - at: engine.evaluate(_tokens(n)))[0],  # type: ignore[misc]
                 )
             )
-        times = [_timed(lambda: engine.evaluate(_tokens(1)))[0] for _ in range(N_TOKENS)]
+        times = [_timed(clock.whole, lambda: engine.evaluate(_tokens(1)))[0] for _ in range(N_TOKENS)]
         found.append(Measurement(placement=engine.placement, kind="decode", depth=depth, total_s=min(times)))
         at = engine.trim(depth)
     engine.trim(0)
@@ -88,8 +103,8 @@ def measure_whole(engine: Engine, depths: Sequence[int]) -> list[Measurement]:
 class _Halves:
     """The two halves of an engine, run one after the other on threads with the placement's thread counts."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.placement = engine, engine.placement
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self.engine, self.placement, self.clock = engine, engine.placement, clock
         self._pool = ThreadPoolExecutor(1, initializer=self._set_threads)
 
     def _set_threads(self) -> None:
@@ -139,9 +154,9 @@ class _Halves:
             return hidden.cpu().numpy()
 
         if head is not None:
-            head_s, rows = self._pool.submit(_timed, run_head).result()
+            head_s, rows = self._pool.submit(_timed, self.clock.half, run_head).result()
         if tail is not None:
-            tail_s, _ = _timed(lambda: tail.decode(rows, positions, seqs, wanted))
+            tail_s, _ = _timed(self.clock.half, lambda: tail.decode(rows, positions, seqs, wanted))
         return Measurement(placement=self.placement, kind="prefill", depth=at, n_tokens=n, head_s=head_s, tail_s=tail_s)
 
 
@@ -161,7 +176,7 @@ def _tokens(n: int) -> list[int]:
     return [100 + 7 * i % 200 for i in range(n)]
 
 
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
-    start = time.perf_counter()
+def _timed(clock: Callable[[], float], work: Callable[[], T]) -> tuple[float, T]:
+    start = clock()
     result = work()
-    return time.perf_counter() - start, result
+    return clock() - start, result
