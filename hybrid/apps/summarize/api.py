@@ -173,12 +173,12 @@ class SummaryRun:
     @property
     def notes(self) -> list[str]:
         """What a person should know before it begins (they are in the report, too)."""
-        return [*self._document.notes, *(self._checkpoint.notes if self._checkpoint else ())]
+        return [*self._document.notes, *(self._checkpoint.notes if self._checkpoint is not None else ())]
 
     @property
     def n_saved(self) -> int:
         """Answers in the checkpoint."""
-        return len(self._checkpoint) if self._checkpoint else 0
+        return len(self._checkpoint) if self._checkpoint is not None else 0
 
     def __enter__(self) -> SummaryRun:
         return self

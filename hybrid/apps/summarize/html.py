@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+LINE_IN_PRE = "\x1e"
+"""Stands for a line end whose following spaces count, until the others are tidied."""
 SILENT = {"script", "style", "template", "svg", "noscript"}
 PARAGRAPHS = frozenset(
     "p div section article header footer main aside nav ul ol dl table hr blockquote figure form".split()  # noqa: SIM905
@@ -53,7 +55,7 @@ class _Text(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if not self._silent:
-            self.parts.append(data if self._pre else re.sub(r"\s+", " ", data))
+            self.parts.append(data.replace("\n", LINE_IN_PRE) if self._pre else re.sub(r"\s+", " ", data))
 
 
 def html_to_text(source: str) -> str:
@@ -64,4 +66,4 @@ def html_to_text(source: str) -> str:
     text = "".join(parser.parts).replace("\xa0", " ")
     text = re.sub(r"[ \t]*\n[ ]*", "\n", text)
     text = re.sub(r"\n(- )?\n*\t", r"\n\1", text)
-    return re.sub(r"\n{3,}", "\n\n", text).strip()
+    return re.sub(r"\n{3,}", "\n\n", text).strip().replace(LINE_IN_PRE, "\n")

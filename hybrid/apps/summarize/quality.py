@@ -10,6 +10,7 @@ Problem = Literal["empty", "looping"]
 MIN_LOOP_CHARS = 120
 """Shorter repetitions are rulers, refrains and tables."""
 MIN_ROUNDS = 3
+CLOSERS = ".!?…。！？\"'”’)"
 NGRAM, MIN_UNITS, MIN_DISTINCT = 6, 60, 0.5
 THINKING = re.compile(r"\A\s*<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.S)
 
@@ -49,7 +50,10 @@ def without_loop(text: str) -> str:
     start = len(text) - period
     while start > 0 and text[start - 1] == text[start - 1 + period]:
         start -= 1
-    return text[: start + period].rstrip()
+    end = start + period
+    while end < len(text) and text[end] in CLOSERS:
+        end += 1
+    return text[:end].rstrip()
 
 
 def _repetitive(text: str) -> bool:

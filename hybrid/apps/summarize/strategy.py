@@ -182,7 +182,7 @@ def _ask(s: Setting, jobs: Sequence[Job], *, reads: bool = False, later: float =
 
     left: dict[str, Job] = {}
     for job in jobs:
-        answer = s.checkpoint.get(job) if s.checkpoint else None
+        answer = s.checkpoint.get(job) if s.checkpoint is not None else None
         if answer is None:
             left[job.id] = job
         else:
@@ -190,7 +190,7 @@ def _ask(s: Setting, jobs: Sequence[Job], *, reads: bool = False, later: float =
     if left:
         s.meter.start_clock()
     for answer in s.runner(list(left.values())):
-        if s.checkpoint:
+        if s.checkpoint is not None:
             s.checkpoint.add(left[answer.id], answer)
         take(left[answer.id], answer, saved=False)
     if len(done) != len(jobs):
