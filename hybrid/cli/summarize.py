@@ -239,8 +239,9 @@ class _Command:
                 run.__exit__()
 
     def _one(self, run: Any, model: Hybrid, target: Path | None) -> Summary:
-        for note in run.notes:
-            self._say([note])
+        self._say(run.notes)
+        if self._resume and not run.notes and not run.n_saved:
+            self._say(["There is no interrupted run to go on with; starting afresh."])
         summary: Summary = run.run()
         self._bar.clear()
         if target is not None:
@@ -248,7 +249,7 @@ class _Command:
         elif not self._as_json:
             title = f"# {summary.report.name}\n\n" if self._several else ""
             click.echo(f"{title}{summary}" + "\n" * self._several)
-        self._say(summary.report.lines())
+        self._say([line for line in summary.report.lines() if line.strip() not in run.notes])
         return summary
 
     def _object(self, summaries: Sequence[Summary], combined: bool) -> dict[str, Any]:

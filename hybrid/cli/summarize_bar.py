@@ -24,27 +24,34 @@ class SummaryBar:
         self._loaded = False
         self._drawn = False
         self._at = 0.0
+        self._last: Progress | None = None
 
     def load(self, stage: str, fraction: float) -> None:
-        """For `Hybrid(progress=…)`; the reading of a chunk's prompt has no bar of its own."""
+        """For `Hybrid(progress=…)`: the bar of the load, and later how far the prompt of the moment is read."""
         if stage != "prompt" and not self._loaded:
             self._loading(stage, fraction)
+        elif stage == "prompt" and self._last is not None:
+            self._draw(f"{line_of(self._last)}, prompt {fraction:.0%}")
 
     def show(self, progress: Progress) -> None:
         """For `summarize(progress=…)`."""
+        self._loaded, self._last = True, progress
+        self._draw(line_of(progress))
+
+    def _draw(self, line: str) -> None:
         now = time.monotonic()
         if not self._loading.enabled or now - self._at < EVERY_S:
             return
         self._loading.clear()
-        self._loaded, self._at = True, now
-        line = line_of(progress)
+        self._at = now
         width = _columns() - 1
         sys.stderr.write("\r\x1b[K" + line[:width])
         sys.stderr.flush()
         self._drawn = True
 
     def clear(self) -> None:
-        """Erase the line."""
+        """Erase the line; the next call of `show` draws it again."""
+        self._last = None
         self._loading.clear()
         if self._drawn:
             sys.stderr.write("\r\x1b[K")

@@ -11,7 +11,7 @@ import hybrid
 from hybrid import Hybrid, HybridError, Summary, summarize
 from hybrid.apps.summarize import work
 from hybrid.apps.summarize.api import SummaryOptions, SummaryRun, together
-from hybrid.apps.summarize.document import Document
+from hybrid.apps.summarize.document import Document, read_document
 from hybrid.apps.summarize.prompts import Form
 from hybrid.apps.summarize.work import Job, Sampling, Sequential
 from hybrid.errors import BadRequestError, UnsupportedError
@@ -82,9 +82,12 @@ def test_a_resumed_run_gives_the_same_text_and_repeats_nothing(model: Hybrid, tm
 
 
 def test_a_changed_document_or_option_starts_afresh_and_says_so(model: Hybrid, tmp_path: Path) -> None:
+    path = tmp_path / "town.txt"
+
     def notes(text: str, resume: bool, **more: object) -> str:
+        path.write_text(text)
         options = SummaryOptions(length="20 words", **more)  # type: ignore[arg-type]
-        with SummaryRun(document(text), model, options, resume, tmp_path) as run:
+        with SummaryRun(read_document(path), model, options, resume, tmp_path / "saved") as run:
             return " ".join(run.run().report.notes)
 
     short = TEXT[:400]

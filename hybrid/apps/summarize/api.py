@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ class SummaryRun:
                 "prompts": self._templates,
                 "version": __version__,
             }
-            self._checkpoint = Checkpoint(folder, document.name, parts, resume=resume)
+            self._checkpoint = Checkpoint(folder, document.name, parts, resume=resume, key=_key(document))
 
     def run(self) -> Summary:
         """Read everything, return the summary. Raises EngineError should a token of the document not have been read."""
@@ -226,6 +227,12 @@ def _loaded(model: Hybrid | str | Path | None) -> Iterator[Hybrid]:
 
 def _plain(options: SummaryOptions) -> dict[str, Any]:
     return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+
+
+def _key(document: Document) -> str:
+    """What stays the same when a document changes: a file's path. Other texts are known by what they say."""
+    path = os.path.abspath(document.name)
+    return path if os.path.exists(path) else f"{document.name} {document.sha256}"
 
 
 def _identity(model: Hybrid) -> Mapping[str, Any]:

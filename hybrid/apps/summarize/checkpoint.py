@@ -34,8 +34,10 @@ def checkpoint_folder() -> Path:
 class Checkpoint:
     """The answers of one run. Use as a context manager; `finish` removes the file once its summary is written."""
 
-    def __init__(self, folder: Path, name: str, parts: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(self, folder: Path, name: str, parts: Mapping[str, Any], *, resume: bool, key: str = "") -> None:
         """Open the checkpoint of a document called `name` and a run that depends on `parts` (see NAMES).
+
+        Documents of one name are told apart by `key`, a full path for instance.
 
         Without `resume`, and where no run with the same parts was interrupted, it begins empty. `notes` says what a
         person should know. Raises BadRequestError while another process works on the same.
@@ -43,7 +45,7 @@ class Checkpoint:
         self.notes: list[str] = []
         self._answers: dict[str, tuple[str, Answer]] = {}
         self._head = {"format": FORMAT, **{key: _digest(value) for key, value in parts.items()}}
-        self._prefix = _digest(name)[:16]
+        self._prefix = _digest(key or name)[:16]
         self.path = folder / f"{self._prefix}-{_digest(self._head)[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -116,7 +118,6 @@ class Checkpoint:
             what = " and ".join(changed) if head.get("format") == FORMAT and changed else "the program"
             self.notes.append(f"Starting {name} afresh: {what} changed since the run that was interrupted.")
             return
-        self.notes.append(f"There is no interrupted run of {name} to continue; starting afresh.")
 
     def _append(self, record: Mapping[str, Any]) -> None:
         data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
