@@ -19,10 +19,10 @@ from tests.apps.files import pdf
 from tests.cli.conftest import HYBRID, Run
 from tests.tiny import write_tiny
 
-KEYS = set(
-    "text document model strategy chunks overlap levels n_levels phases flagged truncated complete wall_s options "
-    "placement notes".split()
-)
+KEYS = {
+    *("text", "document", "model", "strategy", "chunks", "overlap", "levels", "n_levels", "phases", "flagged"),
+    *("truncated", "complete", "wall_s", "options", "placement", "notes"),
+}
 LINE = "In the year {0} the town built house number {0} of the old street.\n\n"
 
 

@@ -14,8 +14,8 @@ PART_WORDS = (40, 150)
 """A part's summary has as many words as the whole's, but not fewer or more than these."""
 TOKENS_PER_WORD = (1.4, 4.0)
 """Limits of what a document's own words and tokens are trusted to say about the summary's."""
-SLACK, SPARE = 1.3, 24
-"""Models count words badly."""
+SLACK, LAST_SLACK, SPARE = 1.3, 2.0, 24
+"""Models count words badly; a part's summary that is cut off does less harm than the last one."""
 CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
 
@@ -55,11 +55,11 @@ def sizes_of(words: int, text: str, n_tokens: int, free: int) -> Sizes:
     n_words = len(WORD.findall(sample)) * len(text) / max(1, len(sample))
     per_word = min(max(n_tokens / max(1.0, n_words), TOKENS_PER_WORD[0]), TOKENS_PER_WORD[1])
 
-    def room(n: int) -> int:
-        return math.ceil(n * per_word * SLACK) + SPARE
+    def room(n: int, slack: float = SLACK) -> int:
+        return math.ceil(n * per_word * slack) + SPARE
 
     part_words = min(max(words, PART_WORDS[0]), PART_WORDS[1])
     part_room = min(room(part_words), max(1, free // 4))
     if part_room < room(part_words):
         part_words = max(10, int((part_room - SPARE) / per_word / SLACK))
-    return Sizes(words, room(words), part_words, part_room)
+    return Sizes(words, room(words, LAST_SLACK), part_words, part_room)
