@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hybrid.apps.summarize.api import Summary, summarize
     from hybrid.errors import HybridError
     from hybrid.runtime.api import Hybrid
     from hybrid.runtime.completion import Completion, Stream
 
 __version__ = "0.1.0"
-__all__ = ["Completion", "Hybrid", "HybridError", "Stream", "__version__"]
+__all__ = ["Completion", "Hybrid", "HybridError", "Stream", "Summary", "__version__", "summarize"]
 
 _HOMES = {
     "Completion": "hybrid.runtime.completion",
     "Hybrid": "hybrid.runtime.api",
     "HybridError": "hybrid.errors",
     "Stream": "hybrid.runtime.completion",
+    "Summary": "hybrid.apps.summarize.api",
+    "summarize": "hybrid.apps.summarize.api",
 }
 
 

@@ -20,6 +20,7 @@ from hybrid.errors import HybridError
 COMMANDS = {
     "chat": "Chat with a model.",
     "generate": "Continue a prompt.",
+    "summarize": "Summarize long documents.",
     "inspect": "Show what a model is made of and where it can be split.",
     "models": "List and download small models.",
     "plan": "Show what fits and what it would cost.",

@@ -1,0 +1,1 @@
+"""Long documents: read, cut into chunks, summarised, with nothing skipped in silence."""
