@@ -28,7 +28,8 @@ class PlanRequest:
     n_ctx: int
     """Tokens per sequence."""
     n_sequences: int = 1
-    n_batch: int = 512
+    n_batch: int | None = None
+    """Tokens in a prefill chunk; None: each split's default."""
     kv_dtype: KVDtype = "f16"
     device: str | None = None
     """The head's; None: the machine's GPU, or an emulated one where it has none."""
@@ -80,7 +81,7 @@ def make_plan(spec: ModelSpec, machine: Machine, request: PlanRequest) -> PlanRe
     base = _base(device, request)
     budget = _budget(machine, device, request)
     model = CostModel(spec, machine, assumed_rates(machine, device))
-    found = candidates(model, base, budget, request.tpot_s)
+    found = candidates(model, base, budget, n_batch=request.n_batch, tpot_s=request.tpot_s)
     winner = best(found)
     return PlanReport(
         request=request,
@@ -100,13 +101,10 @@ def meets(candidate: Candidate, tpot_s: float) -> bool:
 
 
 def _base(device: str, request: PlanRequest) -> Placement:
-    n_batch = min(request.n_batch, request.n_ctx)
     return Placement(
         device=device,
         n_gpu_layers=0,
         n_ctx=request.n_ctx,
-        n_batch=n_batch,
-        n_ubatch=n_batch,
         n_sequences=request.n_sequences,
         kv_dtype=request.kv_dtype,
     )
@@ -131,7 +129,7 @@ def _notes(model: CostModel, base: Placement, budget: Budget, request: PlanReque
         yield f"A context of {request.n_ctx} is longer than the {model.spec.n_ctx_train} this model was trained for."
     for refused in find_splits(model.spec).refused:
         yield f"-ngl {refused.first} to {refused.last} cannot be: {refused.reason}."
-    least = smallest_vram(model, base)
+    least = smallest_vram(model.spec, base, request.n_batch)
     if budget.vram_bytes is not None and least > budget.vram_bytes:
         yield (
             f"{mib(budget.vram_bytes)} of VRAM hold not even one layer with its context: the smallest budget is "
@@ -186,7 +184,7 @@ def _tried(model: CostModel, base: Placement, budget: Budget, request: PlanReque
         if quantise:
             trials.append((f"{SMALLER_BITS} bits a weight and a q8_0 KV cache", smaller, compact))
     for what, changed, placement in trials:
-        winner = best(candidates(changed, placement, budget))
+        winner = best(candidates(changed, placement, budget, n_batch=request.n_batch))
         if winner is not None:
             yield what, winner.tpot_s[request.n_ctx]
 
@@ -195,8 +193,7 @@ def _shorter(model: CostModel, base: Placement, budget: Budget, request: PlanReq
     """The longest context (to 3 %) that fits and is quick enough; 0 if none is."""
 
     def good(n_ctx: int) -> bool:
-        n_batch = min(base.n_batch, n_ctx)
-        winner = best(candidates(model, replace(base, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_batch), budget))
+        winner = best(candidates(model, replace(base, n_ctx=n_ctx), budget, n_batch=request.n_batch))
         return winner is not None and (request.tpot_s is None or winner.tpot_s[n_ctx] <= request.tpot_s)
 
     low, high = 0, request.n_ctx

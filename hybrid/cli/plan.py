@@ -30,8 +30,8 @@ ROWS = 12
 )  # fmt: skip
 @click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
               help="Sequences at the same time; each has a context of its own.")  # fmt: skip
-@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
-              help="Prompt tokens per chunk.")  # fmt: skip
+@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), metavar="N",
+              help="Prompt tokens per chunk.  [default: the split's]")  # fmt: skip
 @click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
               help="KV cache type.")  # fmt: skip
 @click.option("--machine", metavar="NAME|FILE", help="Plan for an assumed machine (`hybrid machine --list`).")

@@ -12,7 +12,7 @@ from hybrid.schedule.budget import Budget
 from hybrid.schedule.cost import CostModel, longest_context
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVStrategy, Placement
-from hybrid.schedule.scheduler import KV_AVAILABLE, with_threads
+from hybrid.schedule.scheduler import KV_AVAILABLE, with_batch, with_threads
 
 OFFLOADED: tuple[KVStrategy, ...] = ("stream", "attend", "tiered")
 
@@ -64,14 +64,22 @@ class Candidate:
         }
 
 
-def candidates(model: CostModel, base: Placement, budget: Budget, tpot_s: float | None = None) -> list[Candidate]:
+def candidates(
+    model: CostModel,
+    base: Placement,
+    budget: Budget,
+    *,
+    n_batch: int | None = None,
+    tpot_s: float | None = None,
+) -> list[Candidate]:
     """Every allowed split with K and V beside the weights, then the KV-only family: as many layers on the device as fit
     (all of them, where that is possible) with K and V elsewhere.
 
-    `base` gives everything but the split, the strategy and the threads. With `tpot_s` each is asked for its longest
-    context too.
+    `base` gives everything but the split, the strategy, the chunk (`n_batch`, or each split's default) and the
+    threads. With `tpot_s` each is asked for its longest context too.
     """
-    return [judge(model, p, budget, tpot_s) for p in _placements(model.spec, base, budget, model.machine.cpu.cores)]
+    cores = model.machine.cpu.cores
+    return [judge(model, p, budget, tpot_s) for p in _placements(model.spec, base, budget, n_batch, cores)]
 
 
 def judge(model: CostModel, placement: Placement, budget: Budget, tpot_s: float | None = None) -> Candidate:
@@ -111,37 +119,38 @@ def best(found: list[Candidate]) -> Candidate | None:
     return min((c for c in found if c.runnable), key=rank, default=None)
 
 
-def smallest_vram(model: CostModel, base: Placement) -> int:
-    """VRAM that one layer (the fewest that can be split off) needs."""
-    least = min((k for k in find_splits(model.spec).allowed if k > 0), default=0)
-    return ledger_of(model.spec, replace(base, n_gpu_layers=least)).vram_bytes if least else 0
+def smallest_vram(spec: ModelSpec, base: Placement, n_batch: int | None = None) -> int:
+    """VRAM that one layer (the fewest that can be split off) needs; 0 for a model that cannot be split."""
+    least = min((k for k in find_splits(spec).allowed if k > 0), default=0)
+    return ledger_of(spec, with_batch(replace(base, n_gpu_layers=least), spec, n_batch)).vram_bytes if least else 0
 
 
-def _placements(spec: ModelSpec, base: Placement, budget: Budget, cores: int) -> Iterator[Placement]:
-    allowed = find_splits(spec).allowed
-    for k in allowed:
-        yield with_threads(replace(base, n_gpu_layers=k, kv="device"), spec, cores)
-    for kv in OFFLOADED if len(allowed) > 1 else ():
-        found = None
-        for k in sorted(allowed, reverse=True)[:-1]:
-            found = _offloaded(spec, replace(base, n_gpu_layers=k, kv=kv), budget)
-            if found is not None:
-                break
-        if found is None:
-            found = replace(base, n_gpu_layers=allowed[-1], kv=kv, kv_budget=0 if kv == "tiered" else base.kv_budget)
-        yield with_threads(found, spec, cores)
+def _placements(
+    spec: ModelSpec, base: Placement, budget: Budget, n_batch: int | None, cores: int
+) -> Iterator[Placement]:
+    def at(k: int, kv: KVStrategy) -> Placement:
+        chosen = with_batch(replace(base, n_gpu_layers=k, kv=kv), spec, n_batch)
+        return with_threads(chosen, spec, cores)
+
+    splits = find_splits(spec).allowed
+    for k in splits:
+        yield at(k, "device")
+    heads = sorted((k for k in splits if k > 0), reverse=True)
+    for kv in OFFLOADED if heads else ():
+        tried = (_offloaded(spec, at(k, kv), budget) for k in heads)
+        yield next((placement for placement in tried if placement is not None), at(heads[0], kv))
 
 
 def _offloaded(spec: ModelSpec, placement: Placement, budget: Budget) -> Placement | None:
-    """The placement, with what VRAM it leaves as the budget of `tiered`; None where its weights do not fit."""
+    """The placement, with what VRAM it leaves as the budget of `tiered`; None where it does not fit."""
+    if budget.vram_bytes is None:
+        return placement
     if placement.kv == "tiered":
         placement = replace(placement, kv_budget=0)
-    need = ledger_of(spec, placement).vram_bytes
-    if budget.vram_bytes is None:
-        return replace(placement, kv_budget=None)
-    if need > budget.vram_bytes:
+    left = budget.vram_bytes - ledger_of(spec, placement).vram_bytes
+    if left < 0:
         return None
-    return replace(placement, kv_budget=budget.vram_bytes - need) if placement.kv == "tiered" else placement
+    return replace(placement, kv_budget=left) if placement.kv == "tiered" else placement
 
 
 def _longest(model: CostModel, placement: Placement, budget: Budget, tpot_s: float) -> int:

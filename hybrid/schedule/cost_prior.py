@@ -9,14 +9,17 @@ from hybrid.schedule.rates import Coefficients, HalfRates
 # replaces; `uncertainty` says how good they are.
 HOST_SHARE = 0.9
 """llama.cpp's decode reads quantised weights at this share of the RAM's rate, where enough cores work on it."""
-CORE_WEIGHTS = 6e9
-"""Bytes of quantised weights that one core can take in a second: unpacking them is what limits it."""
-CORE_KV = 3.5e9
-"""llama.cpp's flash attention on one core: 7 GB/s seen on two."""
+CORE_WEIGHTS = 9e9
+"""Bytes of quantised weights that one core can take in a second, where unpacking them is what limits it: 8.4 (Q4_K to
+Q8_0) and 9.5 (Q4_1) fitted on a Zen 3 core."""
+CORE_KV = 2e9
+"""llama.cpp's flash attention on one core: 1.6 and 1.9 fitted."""
+EMULATED_CORE_KV = 1e9
+"""torch's, which converts half precision first: 0.9 and 1.1 fitted."""
 DEVICE_SHARE = 0.6
 EMULATED_SHARE = 0.8
 MATMUL_SHARE = 0.5
-ATTENTION_SHARE = 0.25
+ATTENTION_SHARE = 0.5
 CORE_LAYER_S, DEVICE_LAYER_S, EMULATED_LAYER_S = 15e-6, 40e-6, 400e-6
 CROSSING_S, TOKEN_S = 30e-6, 200e-6
 ASSUMED, MEASURED_MACHINE = 0.5, 0.35
@@ -43,7 +46,7 @@ def assumed_rates(machine: Machine, device: str) -> Coefficients:
             layer_s=EMULATED_LAYER_S,
             weight_bytes_per_s=EMULATED_SHARE * host,
             flop_per_s=host_flop,
-            kv_bytes_per_s=ATTENTION_SHARE * host,
+            kv_bytes_per_s=min(HOST_SHARE * host, cores * EMULATED_CORE_KV),
             attention_flop_per_s=ATTENTION_SHARE * host_flop,
             threads=cores,
         )

@@ -127,4 +127,5 @@ def _attention(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) 
     if block == keys and not layer.attn_softcap:
         return whole
     scores = rows * block * (4 * layer.n_heads + 2) + 4 * rows * (q + out)
-    return max(whole, attended + 16 * n * layer.n_heads + 4 * block * kv + scores)
+    beside = max(scores, 4 * min(block, keys - block) * kv)  # the next block is read before the last is dropped
+    return max(whole, attended + 16 * n * layer.n_heads + 4 * block * kv + beside)

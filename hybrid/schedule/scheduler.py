@@ -77,10 +77,10 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         kv_dtype=kv_dtype,
     )
     n_ctx = _context(spec, base, request.n_ctx, notes)
-    base = _with_batch(replace(base, n_ctx=n_ctx), spec, request)
+    base = replace(base, n_ctx=n_ctx)
     if layers is None:
-        layers = _auto_layers(spec, base, device, notes)
-        base = _with_batch(replace(base, n_gpu_layers=layers), spec, request)
+        layers = _auto_layers(spec, base, device, request, notes)
+    base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
     placement = with_threads(base, spec, cores)
@@ -88,11 +88,11 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     return Plan(placement, tuple(notes))
 
 
-def _with_batch(base: Placement, spec: ModelSpec, request: Request) -> Placement:
-    """The chunk sizes asked for, or the defaults for this k; never more than the context."""
+def with_batch(base: Placement, spec: ModelSpec, n_batch: int | None, n_ubatch: int | None = None) -> Placement:
+    """The placement with the chunk sizes asked for, or the defaults for its k; never more than the context."""
     default = SPLIT_N_BATCH if 0 < base.n_gpu_layers < spec.n_layers else DEFAULT_N_BATCH
-    n_batch = min(_positive("n_batch", request.n_batch or default), base.n_ctx)
-    n_ubatch = min(_positive("n_ubatch", request.n_ubatch or n_batch), n_batch)
+    n_batch = min(_positive("n_batch", n_batch or default), base.n_ctx)
+    n_ubatch = min(_positive("n_ubatch", n_ubatch or n_batch), n_batch)
     return replace(base, n_batch=n_batch, n_ubatch=n_ubatch)
 
 
@@ -181,7 +181,7 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
     return n_ctx
 
 
-def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: list[str]) -> int:
+def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, request: Request, notes: list[str]) -> int:
     """As many layers as the Ledger says fit both memories, and one line why."""
     if device is None:
         notes.append("No GPU that PyTorch can use: all layers run on the CPU in llama.cpp.")
@@ -192,7 +192,8 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, notes: li
     free, total = _vram(device)
     budget = Budget(vram_bytes=free - VRAM_RESERVE, ram_bytes=ram_budget())
     for k in sorted(find_splits(spec).allowed, reverse=True):
-        ledger = ledger_of(spec, replace(base, n_gpu_layers=k))
+        placement = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
+        ledger = ledger_of(spec, placement)
         if k == 0 or budget.shortfall(ledger) is None:
             break
     notes.append(
