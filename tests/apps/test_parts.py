@@ -127,6 +127,7 @@ def test_a_loop_is_cut_to_one_round() -> None:
 def test_thoughts_are_no_part_of_an_answer() -> None:
     assert cleaned("<think>\nHm.\n</think>\n\nThe pier.\n") == "The pier."
     assert cleaned("<think>never ends") == ""
+    assert cleaned("The \ufffdpier\ufffd") == "The pier"
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------

@@ -16,8 +16,11 @@ THINKING = re.compile(r"\A\s*<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.S)
 
 
 def cleaned(text: str) -> str:
-    """An answer without the white space around it and without a reasoning model's thoughts before it."""
-    return THINKING.sub("", text).strip()
+    """An answer without the white space around it, a reasoning model's thoughts before it, and what is no text in it.
+
+    U+FFFD stands for bytes that are no character: nobody can read it, and it takes three tokens to hand on one byte.
+    """
+    return THINKING.sub("", text).replace("\N{REPLACEMENT CHARACTER}", "").strip()
 
 
 def problem(text: str) -> Problem | None:
