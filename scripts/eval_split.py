@@ -1,6 +1,6 @@
 """Is the split invisible? Accuracy of every placement against llama.cpp, or the perplexity of a text.
 
-    python scripts/eval_split.py [--models smollm2-135m gemma3-270m] [--text FILE] [-n 320] [-ngl K ...] [--json FILE]
+    python scripts/eval_split.py [--models smollm2-135m gemma3-270m] [--text FILE] [-n 500] [-ngl K ...] [--json FILE]
     python scripts/eval_split.py --perplexity FILE --models MODEL [-ngl K] [--device cpu] [-c 512]
 
 P is llama.cpp on an F32 copy of the weights (the accuracy oracle), Q llama.cpp on the file itself, S the split.
@@ -8,7 +8,7 @@ Columns, with the bounds of the design's invariant 1 (KL is a mean over tokens, 
 
   head       ||difference|| / ||hidden state|| at the boundary from llama.cpp on the F32 copy, both with an F32 KV
              cache, flash attention off (≤ 1e-4)
-  own        the same for llama.cpp against itself, in batches of 8 against one batch
+  own        the same for llama.cpp against itself, token by token against one batch
   tail       largest |difference| of the logits from Q when the tail is fed Q's own hidden state (= 0)
   KL(P|S)    the split against the oracle (at k = L, where there is no tail, ≤ 1e-5)
   x exact    that, as a multiple of what the same tail gets from an exact head, P's hidden state (≤ 1.15)
@@ -94,7 +94,7 @@ def evaluate(name: str, text: str, n_tokens: int, ks: Sequence[int] | None) -> l
         precise = {"kv_dtype": "f32", "flash_attn": "off"}
         oracles = Oracles(
             precise=Oracle(copy, tokens, layers, **precise),
-            chunked=Oracle(copy, tokens, layers, chunk=8, **precise),
+            chunked=Oracle(copy, tokens, layers, chunk=1, **precise),
             copy=Oracle(copy, tokens, layers),
             file=Oracle(file.path, tokens, layers),
         )
@@ -108,7 +108,7 @@ def evaluate(name: str, text: str, n_tokens: int, ks: Sequence[int] | None) -> l
 
 @dataclass(frozen=True)
 class Oracles:
-    """llama.cpp on the F32 copy (precisely, the same in small chunks, and as it comes) and on the file."""
+    """llama.cpp on the F32 copy (precisely, the same token by token, and as it comes) and on the file."""
 
     precise: Oracle
     chunked: Oracle
@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SPREAD))
     parser.add_argument("--text", type=Path, default=Path(__file__).with_name("alice.txt"))
-    parser.add_argument("-n", "--n-tokens", type=int, default=320)
+    parser.add_argument("-n", "--n-tokens", type=int, default=500)
     parser.add_argument("-ngl", type=int, nargs="+")
     parser.add_argument("--perplexity", type=Path, metavar="FILE")
     parser.add_argument("--device")
