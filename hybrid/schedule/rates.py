@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 THREAD_SCALING = 0.9
 """A pool of n threads does n ** 0.9 of one's work where memory does not limit it."""
@@ -32,18 +33,21 @@ class HalfRates:
 
     def at(self, threads: int) -> HalfRates:
         """The rates on another number of threads."""
-        if not self.threads or threads == self.threads:
-            return self
-        factor = thread_factor(threads, self.threads)
-        return replace(
-            self,
-            output_bytes_per_s=self.output_bytes_per_s and self.output_bytes_per_s * factor,
-            weight_bytes_per_s=self.weight_bytes_per_s * factor,
-            flop_per_s=self.flop_per_s * factor,
-            kv_bytes_per_s=self.kv_bytes_per_s * factor,
-            attention_flop_per_s=self.attention_flop_per_s * factor,
-            threads=threads,
-        )
+        return _at(self, threads) if self.threads and threads != self.threads else self
+
+
+@lru_cache(maxsize=64)
+def _at(rates: HalfRates, threads: int) -> HalfRates:
+    factor = thread_factor(threads, rates.threads)
+    return replace(
+        rates,
+        weight_bytes_per_s=rates.weight_bytes_per_s * factor,
+        output_bytes_per_s=rates.output_bytes_per_s and rates.output_bytes_per_s * factor,
+        flop_per_s=rates.flop_per_s * factor,
+        kv_bytes_per_s=rates.kv_bytes_per_s * factor,
+        attention_flop_per_s=rates.attention_flop_per_s * factor,
+        threads=threads,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

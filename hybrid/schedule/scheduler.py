@@ -44,6 +44,8 @@ class Request:
     n_sequences: int = 1
     kv: str = "device"
     kv_dtype: str = "f16"
+    vram_reserve: int = VRAM_RESERVE
+    """Bytes of the free VRAM that `auto` leaves to the desktop."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
     placement = with_threads(base, spec, cores)
-    _check_memory(spec, placement)
+    _check_memory(spec, placement, notes)
     return Plan(placement, tuple(notes))
 
 
@@ -190,15 +192,16 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, request: 
         notes.append("An emulated GPU is never faster than llama.cpp: all layers run on the CPU (-ngl sets another k).")
         return 0
     free, total = _vram(device)
-    budget = Budget(vram_bytes=free - VRAM_RESERVE, ram_bytes=ram_budget())
+    budget = Budget(vram_bytes=free - request.vram_reserve, ram_bytes=ram_budget())
     for k in sorted(find_splits(spec).allowed, reverse=True):
         placement = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
         ledger = ledger_of(spec, placement)
         if k == 0 or budget.shortfall(ledger) is None:
             break
+    kept = f"{mib(request.vram_reserve)} kept for the desktop"
     notes.append(
         f"{k} of {spec.n_layers} layers on {device}: {ledger.vram_bytes / 2**30:.1f} GiB of the "
-        f"{free / 2**30:.1f} GiB free ({total / 2**30:.1f} GiB in all, {VRAM_RESERVE >> 20} MiB kept for the desktop)."
+        f"{free / 2**30:.1f} GiB free ({total / 2**30:.1f} GiB in all, {kept})."
     )
     return k
 
@@ -237,12 +240,17 @@ def with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
     return replace(base, n_threads_head=head, n_threads_tail=cores, n_threads_tail_batch=beside, n_threads_attend=cores)
 
 
-def _check_memory(spec: ModelSpec, placement: Placement) -> None:
-    """Both memories count; but a file that llama.cpp merely maps may be larger than the RAM."""
-    ledger = ledger_of(spec, placement)
-    need, allowed = ledger.ram_bytes - ledger.mapped_bytes, ram_budget()
+def _check_memory(spec: ModelSpec, placement: Placement, notes: list[str]) -> None:
+    """Both memories count; but a file that llama.cpp merely maps may be larger than the RAM, which is only slow."""
+    ledger, allowed = ledger_of(spec, placement), ram_budget()
+    need = ledger.ram_bytes - ledger.mapped_bytes
     if need > allowed:
         raise OutOfMemoryError(
             f"This needs {mib(need)} of RAM, but only {mib(allowed)} may be used (a margin is left to the system); "
             "use a shorter context (-c) or fewer layers."
+        )
+    if ledger.ram_bytes > allowed:
+        notes.append(
+            f"The model does not fit the {mib(allowed)} of RAM that may be used: parts of its file will be read from "
+            "the disk at every token, which is slow."
         )

@@ -191,7 +191,8 @@ def test_a_context_that_the_ram_cannot_hold_is_refused(monkeypatch: pytest.Monke
     assert "margin" in str(error.value)
     mapped = shape_spec(parse_shape("layers=32,kv_heads=8,head_dim=128,quant=Q6_K"))
     assert sum(layer.weight_bytes for layer in mapped.layers) > 4 * GIB
-    plan(mapped, Request(n_gpu_layers=0, n_ctx=4096))  # a file that is only mapped may be larger than the RAM
+    chosen = plan(mapped, Request(n_gpu_layers=0, n_ctx=4096))  # a file that is only mapped may be larger than the RAM
+    assert any("read from the disk at every token" in note for note in chosen.notes)
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -270,6 +271,24 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run: Run, arguments: list[str
     assert named in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_assumed_machines_are_listed_and_shown(run: Run) -> None:
+    names = json.loads(run("machine", "--list", "--json").stdout)
+    assert "rtx3070ti" in names
+    shown = json.loads(run("machine", "--machine", "rtx3070ti", "--json").stdout)
+    assert shown["assumed"]
+    assert shown["gpus"][0]["total_bytes"] == 8 * GIB
+    assert "8.0 GiB" in run("machine", "--machine", "rtx3070ti").stdout
+
+
+def test_this_machine_is_measured_once_and_plans_use_it(run: Run) -> None:
+    first, second = (json.loads(run("machine", "--json").stdout) for _ in range(2))
+    assert (first["cached"], second["cached"]) == (False, True)
+    assert first["rates"] == second["rates"]
+    planned = json.loads(run("plan", "--shape", "layers=2", "--json").stdout)
+    assert not planned["assumed"]
+    assert not any("not measured yet" in note for note in planned["notes"])
 
 
 def test_units() -> None:
