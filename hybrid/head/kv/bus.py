@@ -1,0 +1,153 @@
+"""The bus: everything of the KV cache that crosses between host memory and the head's device, counted as it is copied.
+
+On CUDA the host's side is pinned and copies run on a stream of their own; elsewhere (the emulated device) the same code
+copies between two tensors in RAM, and a stand-in keeps the order that streams would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid.head.device import allocating
+
+PINNED_FAILED = (
+    "Host memory for the KV cache could not be pinned ({why}): it is pageable, and copies to and from the GPU are slower."
+)
+
+
+class Mark(Protocol):
+    """A point in a lane: all that was queued there before it."""
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until it is reached."""
+
+
+class Lane(Protocol):
+    """A queue of work on the device, in order; several lanes run beside each other."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue a copy. Neither tensor may be touched before a mark behind it is reached."""
+
+    def mark(self) -> Mark:
+        """A mark behind everything queued so far."""
+
+    def wait(self, mark: Mark) -> None:
+        """Let all that is queued from now on wait for `mark`, of whichever lane."""
+
+
+class AtOnce:
+    """The emulated device's lane: a copy is done when it is queued, so every mark has been reached."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `Lane.copy`."""
+        target.copy_(source)
+
+    def mark(self) -> Mark:
+        """See `Lane.mark`."""
+        return self
+
+    def wait(self, mark: Mark) -> None:
+        """See `Lane.wait`."""
+
+    def synchronize(self) -> None:
+        """As a mark: reached."""
+
+
+class CudaLane:
+    """A CUDA stream; without one, whichever the caller computes on."""
+
+    def __init__(self, device: torch.device, stream: Any = None) -> None:
+        self._device, self._own = device, stream
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """See `Lane.copy`."""
+        with torch.cuda.stream(self._stream()):
+            target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """See `Lane.mark`."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream())
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        """See `Lane.wait`."""
+        self._stream().wait_event(mark)
+
+    def _stream(self) -> Any:
+        return self._own if self._own is not None else torch.cuda.current_stream(self._device)
+
+
+@dataclass
+class Moved:
+    """Bytes that have crossed the bus, each way, since the cache was made."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+
+class Bus:
+    """Host memory, and the two lanes between it and `device`: `compute`, where the head computes, and `side`."""
+
+    def __init__(self, device: torch.device, compute: Lane | None = None, side: Lane | None = None) -> None:
+        self.device = device
+        self.moved = Moved()
+        self.notes: list[str] = []
+        cuda = device.type == "cuda"
+        self.compute: Lane = compute or (CudaLane(device) if cuda else AtOnce())
+        self.side: Lane = side or (CudaLane(device, torch.cuda.Stream(device)) if cuda else AtOnce())
+        self._cuda = cuda
+        self._unpin: list[Callable[[], None]] = []
+
+    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros in host memory, pinned where the device is CUDA and the system allows it (else `notes` says so).
+
+        Torch's own pinned memory comes in powers of two, up to twice what was asked for; registering ordinary memory
+        does not. Raises OutOfMemoryError.
+        """
+        n_bytes = dtype.itemsize
+        for n in shape:
+            n_bytes *= n
+        with allocating("The KV cache", n_bytes, torch.device("cpu")):
+            memory = torch.zeros(shape, dtype=dtype)
+        if self._cuda and n_bytes:
+            self._pin(memory, n_bytes)
+        return memory
+
+    def to_device(self, target: Tensor, source: Tensor, lane: Lane) -> None:
+        """Queue a copy of `source`, in host memory, to `target` on the device."""
+        self.moved.to_device += source.nbytes
+        lane.copy(target, source)
+
+    def to_host(self, target: Tensor, source: Tensor, lane: Lane) -> None:
+        """Queue a copy of `source`, on the device, to `target` in host memory."""
+        self.moved.to_host += source.nbytes
+        lane.copy(target, source)
+
+    def settle(self) -> None:
+        """Wait until every copy queued so far has arrived: before the host touches what they read or write."""
+        for lane in (self.compute, self.side):
+            lane.mark().synchronize()
+
+    def close(self) -> None:
+        """Give pinned pages back. The memory must not be copied to or from afterwards."""
+        if self._unpin:
+            self.settle()
+        while self._unpin:
+            self._unpin.pop()()
+
+    def _pin(self, memory: Tensor, n_bytes: int) -> None:
+        cuda, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
+        try:
+            code = cuda.cudaHostRegister(address, n_bytes, 0)
+        except RuntimeError as error:
+            code = str(error).strip().split("\n")[0]
+        if code in (0, cuda.cudaError.success):
+            self._unpin.append(lambda: cuda.cudaHostUnregister(address))
+        elif not self.notes:
+            self.notes.append(PINNED_FAILED.format(why=f"CUDA says {code}"))
