@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from hybrid.model.records import TensorInfo
 from hybrid.model.spec import LayerSpec, ModelSpec
 from hybrid.schedule.kv_size import cached_tokens
+from hybrid.schedule.kv_tiers import CONVERT_BYTES
 from hybrid.schedule.placement import Placement
 
 QUANTISED = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 39})
 """GGUF types the head can hold as they are (`hybrid.head.dequant.SUPPORTED`); others are expanded at load."""
-CONVERT_BYTES = 16 << 20
-"""Float32 bytes of K and V converted at a time (`hybrid.head.attention`)."""
 TILE_TEMPORARY_BYTES = 10.6
 """Of one weight on its way from blocks to numbers: the most of all types (`hybrid.head.dequant`)."""
 

@@ -6,7 +6,7 @@ copies between two tensors in RAM, and a stand-in keeps the order that streams w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,9 +15,7 @@ from torch import Tensor
 
 from hybrid.head.device import allocating
 
-PINNED_FAILED = (
-    "Host memory for the KV cache could not be pinned ({why}): it is pageable, and copies to and from the GPU are slower."
-)
+PINNED_FAILED = "Host memory for the KV cache could not be pinned ({why}): it is pageable, and copies to and from the GPU are slower."
 
 
 class Mark(Protocol):
@@ -102,7 +100,9 @@ class Bus:
         self.compute: Lane = compute or (CudaLane(device) if cuda else AtOnce())
         self.side: Lane = side or (CudaLane(device, torch.cuda.Stream(device)) if cuda else AtOnce())
         self._cuda = cuda
-        self._unpin: list[Callable[[], None]] = []
+        self._pinned: list[Tensor] = []
+        self.close = weakref.finalize(self, _unpin, self._pinned)
+        """Give pinned pages back. The memory must not be copied to or from afterwards."""
 
     def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Zeros in host memory, pinned where the device is CUDA and the system allows it (else `notes` says so).
@@ -116,7 +116,7 @@ class Bus:
         with allocating("The KV cache", n_bytes, torch.device("cpu")):
             memory = torch.zeros(shape, dtype=dtype)
         if self._cuda and n_bytes:
-            self._pin(memory, n_bytes)
+            self._pin(memory)
         return memory
 
     def to_device(self, target: Tensor, source: Tensor, lane: Lane) -> None:
@@ -134,20 +134,26 @@ class Bus:
         for lane in (self.compute, self.side):
             lane.mark().synchronize()
 
-    def close(self) -> None:
-        """Give pinned pages back. The memory must not be copied to or from afterwards."""
-        if self._unpin:
-            self.settle()
-        while self._unpin:
-            self._unpin.pop()()
-
-    def _pin(self, memory: Tensor, n_bytes: int) -> None:
-        cuda, address = torch.cuda.cudart(), memory.data_ptr()  # type: ignore[no-untyped-call]
-        try:
-            code = cuda.cudaHostRegister(address, n_bytes, 0)
-        except RuntimeError as error:
-            code = str(error).strip().split("\n")[0]
-        if code in (0, cuda.cudaError.success):
-            self._unpin.append(lambda: cuda.cudaHostUnregister(address))
+    def _pin(self, memory: Tensor) -> None:
+        why = register(memory)
+        if why is None:
+            self._pinned.append(memory)
         elif not self.notes:
-            self.notes.append(PINNED_FAILED.format(why=f"CUDA says {code}"))
+            self.notes.append(PINNED_FAILED.format(why=why))
+
+
+def register(memory: Tensor) -> str | None:
+    """Pin the pages of `memory`; why that failed, or None."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    return None if code == 0 else f"CUDA error {code}"
+
+
+def _unpin(pinned: list[Tensor]) -> None:
+    """Once no copy is under way: unpin before the memory goes."""
+    if pinned:
+        torch.cuda.synchronize()
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        for memory in pinned:
+            cuda.cudaHostUnregister(memory.data_ptr())
+        pinned.clear()

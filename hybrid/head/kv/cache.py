@@ -14,12 +14,14 @@ from hybrid.head.device import allocating
 from hybrid.head.kv.bus import Bus, Moved
 from hybrid.head.kv.device import DeviceLayer
 from hybrid.head.kv.layer import LayerKV, Stretch
+from hybrid.head.kv.rows import RowFormat
 from hybrid.head.kv.state import pack, unpack
-from hybrid.head.kv.stream import Staging, StreamedLayer
-from hybrid.head.kv.tiered import HostPart, TieredLayer
+from hybrid.head.kv.host import HostSide
+from hybrid.head.kv.stream import StreamedLayer, stage
+from hybrid.head.kv.tiered import TieredLayer
 from hybrid.model.spec import LayerSpec
-from hybrid.schedule.kv_size import layer_kv_bytes
-from hybrid.schedule.kv_tiers import device_tokens, on_device
+from hybrid.schedule.kv_size import kv_bytes_per_token
+from hybrid.schedule.kv_tiers import tiers
 from hybrid.schedule.placement import Placement
 
 
@@ -29,11 +31,28 @@ class LayeredKVCache:
     One sequence's tokens in a batch are at most n_batch: the rings of windowed layers count on it.
     """
 
-    def __init__(self, layers: Sequence[LayerKV], placement: Placement, bus: Bus) -> None:
+    def __init__(self, layers: Sequence[LayerSpec], placement: Placement, bus: Bus) -> None:
+        """Raises OutOfMemoryError if it does not fit, on either side."""
         self.n_ctx, self.n_sequences = placement.n_ctx, placement.n_sequences
-        self.layers = layers
         self._bus = bus
-        self._format = layers[0].format
+        self._format = RowFormat(placement.kv_dtype)
+        found = tiers(layers, placement)
+        far = [(spec, tier.host) for spec, tier in zip(layers, found, strict=True) if tier.host]
+        self._host = HostSide(far, placement, bus) if far and placement.kv != "stream" else None
+        self.layers: list[LayerKV] = []
+        for spec, tier in zip(layers, found, strict=True):
+            if not tier.host:
+                self.layers.append(DeviceLayer(spec, placement, bus.device))
+            elif self._host is None:
+                self.layers.append(StreamedLayer(spec, placement, bus))
+            else:
+                self.layers.append(TieredLayer(spec, placement, tier, self._host))
+        streamed = [kv for kv in self.layers if isinstance(kv, StreamedLayer)]
+        self._slots = stage(streamed, bus.device)
+        self._next: list[LayerKV | None] = [
+            next((kv for kv in self.layers[i:] if isinstance(kv, StreamedLayer)), None) for i in range(len(layers))
+        ]
+        """From each layer on, the next that must be fetched."""
 
     def attend(
         self,
@@ -50,7 +69,8 @@ class LayeredKVCache:
 
     def prefetch(self, layer: int, positions: Tensor, seqs: Tensor) -> None:
         """See `KVCache.prefetch`."""
-        self.layers[layer].prefetch(self._stretches(positions, seqs))
+        if (kv := self._next[layer]) is not None:
+            kv.prefetch(self._stretches(positions, seqs))
 
     def trim(self, seq: int, n: int) -> int:
         """See `KVCache.trim`."""
@@ -86,7 +106,7 @@ class LayeredKVCache:
         self._bus.settle()
         n = self.length(seq)
         firsts = [kv.first[seq] for kv in self.layers]
-        return pack(self._format.name, self._shape(), n, firsts, [kv.held(seq) for kv in self.layers])
+        return pack(self._format, self._shape(), n, firsts, [kv.held(seq) for kv in self.layers])
 
     @torch.inference_mode()
     def load(self, seq: int, state: bytes) -> int:
@@ -103,18 +123,31 @@ class LayeredKVCache:
         return n
 
     def close(self) -> None:
-        """Give back what torch does not free by itself (pinned pages, threads). The cache is unusable afterwards."""
+        """Give back what torch does not free by itself (pinned pages, a thread). The cache is unusable afterwards."""
+        if self._host is not None:
+            self._host.close()
         self._bus.close()
 
     @property
+    def alone(self) -> bool:
+        """See `KVCache.alone`."""
+        return self._host is None or self._host.alone
+
+    @alone.setter
+    def alone(self, alone: bool) -> None:
+        if self._host is not None:
+            self._host.alone = alone
+
+    @property
     def nbytes(self) -> int:
-        """Device bytes of all K and V tensors and what is staged."""
-        return sum(kv.nbytes for kv in self.layers)
+        """Device bytes of all K and V and of the buffers between the sides."""
+        between = sum(slot.buffer.nbytes for slot in self._slots) + (self._host.nbytes if self._host else 0)
+        return sum(kv.nbytes for kv in self.layers) + between
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(kv.host_nbytes for kv in self.layers)
+        """Bytes in host memory, likewise."""
+        return sum(kv.host_nbytes for kv in self.layers) + (self._host.host_nbytes if self._host else 0)
 
     @property
     def moved(self) -> Moved:
@@ -127,9 +160,7 @@ class LayeredKVCache:
         return self._bus.notes
 
     def _shape(self) -> list[list[int]]:
-        return [
-            [kv.spec.n_kv_heads, kv.spec.head_dim_k, kv.spec.head_dim_v, kv.window] for kv in self.layers
-        ]
+        return [[kv.spec.n_kv_heads, kv.spec.head_dim_k, kv.spec.head_dim_v, kv.window] for kv in self.layers]
 
     def _stretches(self, positions: Tensor, seqs: Tensor) -> list[Stretch]:
         """The batch as stretches of one sequence."""
@@ -143,11 +174,25 @@ class LayeredKVCache:
         for stretch in found:
             self._check_seq(stretch.seq)
             if stretch.p0 < 0 or stretch.end > self.n_ctx:
-                raise BadRequestError(
-                    f"Position {stretch.end - 1} does not fit into a context of {self.n_ctx} tokens."
-                )
+                raise BadRequestError(f"Position {stretch.end - 1} does not fit into a context of {self.n_ctx} tokens.")
         return found
 
     def _check_seq(self, seq: int) -> None:
         if not 0 <= seq < self.n_sequences:
             raise BadRequestError(f"There is no sequence {seq}: this cache has {self.n_sequences}.")
+
+
+def open_cache(
+    layers: Sequence[LayerSpec], placement: Placement, device: torch.device, bus: Bus | None = None
+) -> LayeredKVCache:
+    """The cache of these layers that `placement` asks for. Raises OutOfMemoryError if it does not fit."""
+    bus = bus or Bus(device)
+    n_tokens = [tier.device for tier in tiers(layers, placement)]
+    row_bytes = [placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype) for layer in layers]
+    n_bytes = sum(n * size for n, size in zip(n_tokens, row_bytes, strict=True))
+    try:
+        with allocating("The KV cache", n_bytes, device):
+            return LayeredKVCache(layers, placement, bus)
+    except BaseException:
+        bus.close()
+        raise

@@ -55,8 +55,9 @@ class DeviceLayer(LayerKV):
 
 def attend_in(ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, sinks: Tensor | None) -> Tensor:
     """Attention of a stretch whose own rows, and all it sees, lie in `ring` on the device."""
-    spec = layer.spec
-    keys = Keys(partial(ring.read, stretch.seq), layer.format.dtype, layer.format.computed, spec.n_embd_k + spec.n_embd_v)
+    spec, rows = layer.spec, layer.format
+    n_values = spec.n_embd_k + spec.n_embd_v
+    keys = Keys(partial(ring.read, stretch.seq), rows.computed, n_values, packed=rows.packed)
     return attend(
         q, stretch.p0, keys, window=spec.window, scale=spec.attn_scale, softcap=spec.attn_softcap, sinks=sinks
     )

@@ -8,35 +8,39 @@ import torch
 from torch import Tensor
 
 from hybrid.head.kv import q8_0
+from hybrid.head.kv.cpu_attention import HOST_DTYPES, decode, encode
 from hybrid.schedule.placement import KVDtype
-
-NUMBERS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """A KV dtype in torch: `dtype` is what tensors of stored rows have (bytes for q8_0)."""
+    """A KV dtype in torch, the same on both sides of the bus."""
 
     name: KVDtype
 
     @property
+    def packed(self) -> bool:
+        """Whether rows are quantised blocks."""
+        return self.name == "q8_0"
+
+    @property
     def dtype(self) -> torch.dtype:
-        """Of a stored tensor."""
-        return NUMBERS.get(self.name, torch.uint8)
+        """Of a tensor of stored rows: bytes for q8_0."""
+        return HOST_DTYPES[self.name]
 
     @property
     def computed(self) -> torch.dtype:
         """What an accelerator multiplies these rows in."""
-        return NUMBERS.get(self.name, torch.float16)
+        return torch.float16 if self.packed else self.dtype
 
     def width(self, head_dim: int) -> int:
         """Stored elements of one head's row."""
-        return head_dim if self.name in NUMBERS else head_dim // q8_0.BLOCK * q8_0.BLOCK_BYTES
+        return q8_0.row_bytes(head_dim) if self.packed else head_dim
 
     def encode(self, rows: Tensor) -> Tensor:
         """[..., head_dim] numbers as [..., width] of `dtype`."""
-        return rows.to(self.dtype) if self.name in NUMBERS else q8_0.quantize(rows)
+        return encode(rows, self.name)
 
     def decode(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """The numbers again, in `dtype`; the same tensor where nothing is to be done."""
-        return stored.to(dtype) if self.name in NUMBERS else q8_0.dequantize(stored).to(dtype)
+        return decode(stored, dtype)
