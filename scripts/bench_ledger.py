@@ -80,7 +80,7 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
 def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
     """Live storages, temporaries included."""
     import torch
-    from live_bytes import LiveBytes
+    from live_bytes import LiveBytes, pretend_full
 
     from hybrid.head.head import Head
 
@@ -91,8 +91,8 @@ def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
         if placement.n_gpu_layers == n and placement.n_ctx > 2048 and not quick:
             continue
         model = Head(file, spec, placement)
-        pretend_full(model, placement.n_batch)
         first = placement.n_ctx - placement.n_batch
+        pretend_full(model.cache, first)
         with LiveBytes() as count:
             hidden = model.forward(
                 np.ones(placement.n_batch, int),
@@ -105,15 +105,6 @@ def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
         rows.append(row(name, placement, predicted, model.nbytes + count.peak))
         model.close()
     return rows
-
-
-def pretend_full(model: Any, n_left: int) -> None:
-    """Let every cached position but the last n_left of the context count as written: attention reads them all, and
-    what they hold does not matter here."""
-    for kv in model.cache._layers:
-        end = model.placement.n_ctx - n_left
-        kv.end = [end] * model.placement.n_sequences
-        kv.first = [max(0, end - kv.capacity)] * model.placement.n_sequences
 
 
 def process(name: str, path: Path, spec: ModelSpec, quick: bool) -> list[Row]:

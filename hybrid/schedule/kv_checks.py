@@ -22,12 +22,10 @@ def kv_refusal(spec: ModelSpec, placement: Placement) -> str | None:
         return None
     instead = "use --kv-type f16 or bf16"
     for layer in spec.layers:
-        for dim in (layer.head_dim_k, layer.head_dim_v):
-            if dim % block:
-                return (
-                    f"A KV cache in {dtype} stores blocks of {block} values, and a head of layer {layer.index} has {dim}; "
-                    f"{instead}."
-                )
+        odd = next((dim for dim in (layer.head_dim_k, layer.head_dim_v) if dim % block), None)
+        if odd is not None:
+            where = f"layer {layer.index}'s heads have {odd}"
+            return f"A {dtype} KV cache stores blocks of {block} values, and {where}; {instead}."
     if placement.n_gpu_layers < spec.n_layers and spec.architecture in WITHOUT_FLASH_ATTENTION:
-        return f"llama.cpp has no flash attention for {spec.architecture} models, and no {dtype} values without it; {instead}."
+        return f"llama.cpp has no flash attention for {spec.architecture}, and no {dtype} values without; {instead}."
     return None

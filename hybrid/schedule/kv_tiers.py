@@ -110,10 +110,8 @@ class Traffic:
 def step_traffic(spec: ModelSpec, placement: Placement, depth: int) -> Traffic:
     """What one step of decode moves for the head's KV cache: every sequence gets a token after `depth` of them."""
     head = spec.layers[: placement.n_gpu_layers]
-    parts = [
-        layer_traffic(layer, tier, placement, depth) for layer, tier in zip(head, tiers(head, placement), strict=True)
-    ]
-    return sum(parts, Traffic())
+    found = zip(head, tiers(head, placement), strict=True)
+    return sum((layer_traffic(layer, tier, placement, depth) for layer, tier in found), Traffic())
 
 
 def layer_traffic(layer: LayerSpec, tier: Tiers, placement: Placement, depth: int) -> Traffic:

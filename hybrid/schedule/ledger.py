@@ -16,7 +16,6 @@ from hybrid.schedule.kv_size import (
     cached_tokens,
     kv_bytes,
     kv_bytes_per_token,
-    layer_kv_bytes,
     llama_layer_kv_bytes,
 )
 from hybrid.schedule.kv_tiers import kv_staging, tiers

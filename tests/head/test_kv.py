@@ -19,8 +19,8 @@ from hybrid.head.kv.base import KVCache
 from hybrid.head.kv.cache import open_cache
 from hybrid.model.spec import FfnSpec, LayerSpec
 from hybrid.schedule import kv_tiers
-from hybrid.schedule.ledger import cached_tokens, kv_bytes_per_token
 from hybrid.schedule.kv_tiers import kv_staging, tiers
+from hybrid.schedule.ledger import cached_tokens, kv_bytes_per_token
 from hybrid.schedule.placement import KVDtype, Placement
 from scripts.live_bytes import LiveBytes
 from tests.head.test_attention import definition

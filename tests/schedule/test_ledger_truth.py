@@ -24,7 +24,7 @@ from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KVDtype, Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
 from hybrid.tail.dry_run import dry_run
-from scripts.live_bytes import LiveBytes
+from scripts.live_bytes import LiveBytes, pretend_full
 from tests.schedule.sparse import write_sparse
 from tests.tiny import vocabulary, write_tiny
 
@@ -58,9 +58,7 @@ def measure_head(file: ModelFile, placement: Placement) -> int:
     spec = read_spec(file)
     head = Head(file, spec, placement)
     first = placement.n_ctx - placement.n_batch
-    for kv in head.cache._layers:  # type: ignore[attr-defined]  # what the cache holds does not matter, that it is full does
-        kv.end = [first] * placement.n_sequences
-        kv.first = [max(0, first - kv.capacity)] * placement.n_sequences
+    pretend_full(head.cache, first)
     n = placement.n_batch
     with LiveBytes() as count:
         hidden = head.forward(np.ones(n, int), np.arange(first, first + n), np.zeros(n, int))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.head.device import allocating
 
-PINNED_FAILED = "Host memory for the KV cache could not be pinned ({why}): it is pageable, and copies to and from the GPU are slower."
+PINNED_FAILED = "Host memory for the KV cache could not be pinned ({why}); copies to and from the GPU are slower."
 
 
 class Mark(Protocol):
@@ -98,7 +98,7 @@ class Bus:
         self.notes: list[str] = []
         cuda = device.type == "cuda"
         self.compute: Lane = compute or (CudaLane(device) if cuda else AtOnce())
-        self.side: Lane = side or (CudaLane(device, torch.cuda.Stream(device)) if cuda else AtOnce())
+        self.side: Lane = side or (CudaLane(device, _new_stream(device)) if cuda else AtOnce())
         self._cuda = cuda
         self._pinned: list[Tensor] = []
         self.close = weakref.finalize(self, _unpin, self._pinned)
@@ -140,6 +140,10 @@ class Bus:
             self._pinned.append(memory)
         elif not self.notes:
             self.notes.append(PINNED_FAILED.format(why=why))
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def register(memory: Tensor) -> str | None:

@@ -13,10 +13,10 @@ from hybrid.head.attention import first_key
 from hybrid.head.device import allocating
 from hybrid.head.kv.bus import Bus, Moved
 from hybrid.head.kv.device import DeviceLayer
+from hybrid.head.kv.host import HostSide
 from hybrid.head.kv.layer import LayerKV, Stretch
 from hybrid.head.kv.rows import RowFormat
 from hybrid.head.kv.state import pack, unpack
-from hybrid.head.kv.host import HostSide
 from hybrid.head.kv.stream import StreamedLayer, stage
 from hybrid.head.kv.tiered import TieredLayer
 from hybrid.model.spec import LayerSpec

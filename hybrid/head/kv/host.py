@@ -1,4 +1,4 @@
-"""The host's side of `attend` and `tiered`: the CPU attends on a thread of its own, and rows come to the device in blocks."""
+"""The host's side of `attend` and `tiered`: the CPU attends there, and long chunks get their rows in blocks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class Stretch:
     @property
     def end(self) -> int:
         """The position after the last."""
-        return self.p0 + self.rows.stop - self.rows.start
+        n: int = self.rows.stop - self.rows.start
+        return self.p0 + n
 
 
 class LayerKV:
@@ -104,7 +105,7 @@ class LayerKV:
         self.trim(dst, n)
 
     def restore(self, seq: int, first: int, k: Tensor, v: Tensor) -> None:
-        """Replace the sequence by stored rows for positions first, first + 1, …; the oldest go if there are too many."""
+        """Replace the sequence by stored rows for positions first, first + 1, …, less the oldest that have no room."""
         end = first + k.shape[0]
         first = max(first, end - self.capacity)
         rows = k.shape[0] - (end - first)

@@ -1,8 +1,9 @@
 """A sequence's K and V as bytes: a short header that describes itself, then the rows. No pickle.
 
 Layout: magic (8 bytes), header length and CRC-32 of all that follows (two little-endian uint32), the header as JSON
-(`version`, `dtype` (float32, float16, bfloat16 or q8_0), `layers`: [n_kv_heads, head_dim_k, head_dim_v, window] each, `n_tokens`, `first`: each layer's
-first position held), then for each layer K and V of positions first … n_tokens - 1, row by row.
+(`version`, `dtype`: float32, float16, bfloat16 or q8_0, `layers`: [n_kv_heads, head_dim_k, head_dim_v, window] each,
+`n_tokens`, `first`: each layer's first position held), then for each layer K and V of positions first … n_tokens - 1,
+row by row.
 """
 
 from __future__ import annotations

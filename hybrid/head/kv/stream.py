@@ -1,7 +1,7 @@
 """The `stream` strategy: K and V live in host memory and come to the device one layer ahead of the computation.
 
-Two staging buffers take turns: while a layer attends in one, the next layer's rows arrive in the other on the bus's side
-lane (FlexGen's double buffering, arXiv:2303.06865). Attention itself is the `device` strategy's, in the buffer.
+Two staging buffers take turns: while a layer attends in one, the next layer's rows arrive in the other on the bus's
+side lane (FlexGen's double buffering, arXiv:2303.06865). Attention itself is the `device` strategy's, in the buffer.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class TieredLayer(LayerKV):
 
     def _near_part(self, stretch: Stretch, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         lo = max(self.split[stretch.seq], first_key(stretch.p0, self.window))
-        return attend_blocks(q, stretch.p0, self._near_blocks(stretch, lo, stretch.end), **self._how(), sinks=sinks)
+        return self._attend(q, stretch.p0, self._near_blocks(stretch, lo, stretch.end), sinks)
 
     def _streamed(self, stretch: Stretch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """All of it on the device, block by block: from the host, from what is near, and the stretch's own rows."""
@@ -150,17 +150,13 @@ class TieredLayer(LayerKV):
             blocks = chain(blocks, self.host.blocks(self, stretch.seq, lo, split, n, dtype))
         if max(lo, split) < stretch.p0:
             blocks = chain(blocks, self._near_blocks(stretch, max(lo, split), stretch.p0))
-        decode = self.format.decode
-        own = (
-            (
-                stretch.p0 + i,
-                stretch.p0 + i + len(k[i : i + n]),
-                decode(k[i : i + n], dtype),
-                decode(v[i : i + n], dtype),
-            )
-            for i in range(0, stretch.end - stretch.p0, n)
-        )
-        return attend_blocks(q, stretch.p0, chain(blocks, own), **self._how(), sinks=sinks)[0]
+        decode, p0 = self.format.decode, stretch.p0
+
+        def fresh(lo: int, hi: int, dtype: torch.dtype) -> Rows:
+            return decode(k[lo - p0 : hi - p0], dtype), decode(v[lo - p0 : hi - p0], dtype)
+
+        own = Keys(fresh, dtype, n).blocks(p0, stretch.end, n, dtype)
+        return self._attend(q, p0, chain(blocks, own), sinks)[0]
 
     def _near_blocks(self, stretch: Stretch, lo: int, hi: int) -> Iterator[Block]:
         assert self.near is not None
@@ -169,5 +165,8 @@ class TieredLayer(LayerKV):
         keys = Keys(partial(self.near.read, stretch.seq), dtype, n_values)
         return keys.blocks(lo, hi, block_tokens(n_values), dtype)
 
-    def _how(self) -> dict[str, float]:
-        return {"window": self.window, "scale": self.spec.attn_scale, "softcap": self.spec.attn_softcap}
+    def _attend(self, q: Tensor, p0: int, blocks: Iterator[Block], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        return attend_blocks(
+            q, p0, blocks, window=spec.window, scale=spec.attn_scale, softcap=spec.attn_softcap, sinks=sinks
+        )
