@@ -1,4 +1,4 @@
-"""Native parts of hybrid: the virtual file llama.cpp loads from, and the callbacks it may call."""
+"""Native parts of hybrid: the virtual file llama.cpp loads from, the callbacks it may call, attention on the CPU."""
 
 from collections.abc import Iterable
 from typing import ClassVar
@@ -54,3 +54,35 @@ def log_count() -> int:
 
 def log_since(mark: int) -> list[tuple[int, int, bytes]]:
     """(ggml_log_level, thread, line) of the lines logged since the mark, as far as they are still kept."""
+
+def attend(
+    q: int,
+    out: int,
+    lse: int,
+    n: int,
+    n_heads: int,
+    n_kv_heads: int,
+    dim_k: int,
+    dim_v: int,
+    runs: Iterable[tuple[int, ...]],
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: int,
+    n_threads: int,
+    instruction_set: str,
+) -> None:
+    """Attention over host memory; see `hybrid.head.kv.cpu_attention`, which checks the tensors behind the addresses.
+
+    A run is (start, n, position, n_slots, first, end, then address, slot stride, head stride and type of K, then of V):
+    strides in bytes, types 0 f32, 1 f16, 2 bf16, 3 q8_0. `sinks` may be 0, `instruction_set` empty for the best.
+    Releases the interpreter lock. Raises ValueError for numbers that cannot be right.
+    """
+
+def instruction_sets() -> list[str]:
+    """What `attend` can use here, best first: avx512, avx2, neon, portable."""
+
+def read_bandwidth(n_bytes: int, n_threads: int, seconds: float) -> float:
+    """Bytes a second from the quickest of the passes over n_bytes of fresh memory that fit into `seconds` (two at
+    least). Releases the interpreter lock. Raises ValueError for numbers out of range, MemoryError without the memory.
+    """

@@ -6,6 +6,7 @@
 #include <exception>
 #include <system_error>
 
+#include "attention_module.hpp"
 #include "callbacks.hpp"
 #include "virtual_file.hpp"
 
@@ -69,7 +70,8 @@ nb::bytes read_bytes(const VirtualFile& file, std::uint64_t offset, std::uint64_
 } // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Native parts of hybrid: the virtual file llama.cpp loads from, and the callbacks it may call.";
+    m.doc() = "Native parts of hybrid: the virtual file llama.cpp loads from, the callbacks it may call, "
+              "and attention on the CPU.";
 
     nb::register_exception_translator(translate_system_error);
 
@@ -104,4 +106,6 @@ NB_MODULE(_native, m) {
             return lines;
         },
         nb::arg("mark"));
+
+    hybrid::bind_attention(m);
 }

@@ -12,11 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid import _native
 from hybrid.head.kv import q8_0
 from hybrid.head.kv.base import DTYPES
 
 HOST_DTYPES = {**DTYPES, "q8_0": torch.uint8}
 """The types of a cache in host memory, by their names in Placement, and what their rows are made of in torch."""
+
+
+_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
+"""The types as `_native.attend` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ def attend_on_cpu(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     n_threads: int = 1,
+    instruction_set: str = "",
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [n, n_heads, head_dim_k] float32 to the caches of `runs`, which cover its rows in order.
 
@@ -61,29 +67,37 @@ def attend_on_cpu(
     `sinks` [n_heads] float32 are scores of one more key that every token sees and whose value is zero; lse counts
     them. Who merges parts gives the sinks to exactly one of them, whichever it is (even one that holds no keys).
 
-    The result does not depend on timing; on n_threads only by rounding. Raises ValueError for arguments that do not
-    fit together.
+    The result does not depend on timing; on n_threads only by rounding. `instruction_set` is one of
+    `_native.instruction_sets()`, empty for the best. Releases the interpreter lock; its threads sleep between calls.
+    Raises ValueError for arguments that do not fit together.
     """
-    n, n_heads, _ = q.shape
-    dim_v = decode(runs[0].v[:0]).shape[-1] if runs else 0
-    out = torch.zeros(n, n_heads, dim_v)
-    lse = torch.full((n, n_heads), -torch.inf)
-    for run in runs:
-        for i in range(run.n):
-            p = run.position + i
-            lo = max(run.first, p - window + 1) if window else run.first
-            hi = min(run.end, p + 1)
-            if lo < hi:
-                slots = torch.arange(lo, hi) % run.k.shape[0]
-                k, v = decode(run.k[slots]), decode(run.v[slots])
-                k, v = (x.repeat_interleave(n_heads // x.shape[1], 1) for x in (k, v))
-                scores = torch.einsum("hd,thd->ht", q[run.start + i], k) * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                lse[run.start + i] = torch.logsumexp(scores, 1)
-                out[run.start + i] = torch.einsum("ht,thd->hd", torch.softmax(scores, 1), v)
-    if sinks is not None:
-        return merge(out, lse, torch.zeros_like(out), sinks.expand(n, n_heads))
+    n, n_heads, dim_k = _check_q(q)
+    described = [_describe(run, dim_k) for run in runs]
+    if not described:
+        raise ValueError("There are no runs to attend with.")
+    n_kv_heads, dim_v = runs[0].k.shape[1], _head_dim(runs[0].v)
+    if any(run.k.shape[1] != n_kv_heads or _head_dim(run.v) != dim_v for run in runs):
+        raise ValueError("The caches of the runs have different shapes.")
+    if sinks is not None and (sinks.shape != (n_heads,) or not _is_float32_on_cpu(sinks) or not sinks.is_contiguous()):
+        raise ValueError(f"Sinks are contiguous float32 [{n_heads}] on the CPU.")
+    out, lse = torch.empty(n, n_heads, dim_v), torch.empty(n, n_heads)
+    _native.attend(
+        q.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        n,
+        n_heads,
+        n_kv_heads,
+        dim_k,
+        dim_v,
+        described,
+        scale,
+        window,
+        softcap,
+        0 if sinks is None else sinks.data_ptr(),
+        n_threads,
+        instruction_set,
+    )
     return out, lse
 
 
@@ -98,6 +112,47 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     share_a, share_b = (torch.where(total > 0, weight / total, 0).unsqueeze(-1) for weight in (weight_a, weight_b))
     out = torch.where(share_a > 0, share_a * out_a, 0) + torch.where(share_b > 0, share_b * out_b, 0)
     return out, top + torch.log(total)
+
+
+def _is_float32_on_cpu(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
+
+
+def _check_q(q: Tensor) -> tuple[int, int, int]:
+    if q.dim() != 3 or not _is_float32_on_cpu(q) or not q.is_contiguous():
+        raise ValueError(
+            f"q is contiguous float32 [n, n_heads, head_dim] on the CPU; got {q.dtype} {list(q.shape)} on {q.device}."
+        )
+    n, n_heads, dim_k = q.shape
+    return n, n_heads, dim_k
+
+
+def _head_dim(rows: Tensor) -> int:
+    width = rows.shape[-1]
+    return width // q8_0.BLOCK_BYTES * q8_0.BLOCK if rows.dtype == torch.uint8 else width
+
+
+def _describe(run: Run, dim_k: int) -> tuple[int, ...]:
+    """The run as `_native.attend` takes it. ValueError for tensors it could not read safely."""
+    k, v = run.k, run.v
+    if k.shape[:2] != v.shape[:2] or _head_dim(k) != dim_k:
+        raise ValueError(f"K {list(k.shape)} and V {list(v.shape)} do not fit a head dimension of {dim_k}.")
+    return run.start, run.n, run.position, k.shape[0], run.first, run.end, *_memory(k), *_memory(v)
+
+
+def _memory(rows: Tensor) -> tuple[int, int, int, int]:
+    """Address, slot stride and head stride in bytes, type."""
+    number = _NUMBERS.get(rows.dtype)
+    if number is None or rows.dim() != 3 or rows.device.type != "cpu" or (rows.stride(2) != 1 and rows.shape[2] != 1):
+        raise ValueError(
+            f"K and V are [n_slots, n_kv_heads, head_dim] on the CPU with contiguous heads, of one of "
+            f"{', '.join(map(str, _NUMBERS))}; got {rows.dtype} {list(rows.shape)} on {rows.device}, "
+            f"strides {rows.stride()}."
+        )
+    if rows.dtype == torch.uint8 and rows.shape[2] % q8_0.BLOCK_BYTES:
+        raise ValueError(f"q8_0 rows are whole blocks of {q8_0.BLOCK_BYTES} bytes; got {rows.shape[2]}.")
+    size = rows.element_size()
+    return rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size, number
 
 
 def host_rows(

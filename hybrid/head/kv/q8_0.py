@@ -23,8 +23,8 @@ def row_bytes(n_values: int) -> int:
 
 
 def quantize(x: Tensor) -> Tensor:
-    """x [..., n] of any float type to uint8 [..., n // 32 * 34], bit for bit as ggml does. ValueError: see `row_bytes`."""
-    width = row_bytes(x.shape[-1])
+    """x [..., n] of any float type to uint8 [..., n // 32 * 34], bit for bit as ggml does."""
+    width = row_bytes(x.shape[-1])  # raises ValueError
     blocks = x.float().reshape(*x.shape[:-1], width // BLOCK_BYTES, BLOCK)
     d = blocks.abs().amax(-1, keepdim=True) / 127
     scaled = blocks * torch.where(d == 0, torch.zeros_like(d), 1 / d)
