@@ -15,7 +15,7 @@ from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule import kv_tiers
 from hybrid.schedule.placement import KVDtype, Placement
-from tests.head.lanes import LateLane, Witness
+from tests.head.lanes import At, LateLane, Witness
 from tests.head.test_kv_strategies import CPU, OTHERS, layers, placement
 
 SPECS = layers(2, 2, (7, 0, 0, 7, 0, 0, 0), 0.0)
@@ -91,11 +91,13 @@ def test_nothing_is_read_or_overwritten_too_early(strategy: str, dtype: KVDtype)
 
 
 @pytest.mark.parametrize("strategy", OTHERS)
-@pytest.mark.parametrize("lane", ["compute", "side"])
-def test_a_lane_that_does_not_wait_is_found_out(strategy: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above could fail: without the waits of one lane they do."""
-    wait = LateLane.wait
-    monkeypatch.setattr(LateLane, "wait", lambda self, mark: None if self.name == lane else wait(self, mark))
-    witness, right = late(placement(SPECS, "f32", *OTHERS[strategy]), [[(0, 12)], [(0, 12)], [(0, 12)], DECODE])
-    assert witness.objections
-    assert not (right and lane == "compute")
+@pytest.mark.parametrize("who", ["compute", "side", "the host"])
+def test_whoever_does_not_wait_is_found_out(strategy: str, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above could fail: without the waits of one lane, or of the host, it does."""
+    if who == "the host":
+        monkeypatch.setattr(At, "synchronize", lambda self: None)
+    else:
+        wait = LateLane.wait
+        monkeypatch.setattr(LateLane, "wait", lambda self, mark: None if self.name == who else wait(self, mark))
+    witness, right = late(placement(SPECS, "f32", *OTHERS[strategy]), [[(0, 12)], [(0, 12)], DECODE, [(0, 12)], DECODE])
+    assert not right if who == "the host" else witness.objections
