@@ -46,6 +46,27 @@ installed() {
     "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('$1').split('+')[0] != '$2')" 2>/dev/null
 }
 
+# On CPUs with AMX, llama.cpp dies of an illegal instruction: compilers take the stores of its tile configuration for
+# dead and drop them (llama.cpp's pull request 26954). Without AMX it uses AVX-512.
+has_amx() { grep -qw amx_int8 /proc/cpuinfo 2>/dev/null; }
+
+built_with_amx() {
+    "$venv/bin/python" -c 'import llama_cpp as l, sys; sys.exit(b"AMX_INT8 = 1" not in l.llama_print_system_info())'
+}
+
+install_llama() {
+    local llama flags
+    llama="llama-cpp-python==$(pinned llama_cpp_python)"
+    if has_amx; then
+        flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+        export CFLAGS="${CFLAGS:-} $flags" CXXFLAGS="${CXXFLAGS:-} $flags"
+    fi
+    pip install "$llama"
+    if has_amx && built_with_amx; then # it was there, or pip had kept a wheel
+        pip install --no-cache-dir --no-deps --force-reinstall "$llama"
+    fi
+}
+
 pinned() { sed -n "s/^$1==//p" constraints.txt; }
 
 install_project() { pip install -e "$1" | { grep -v '^Requirement already satisfied' || true; }; }
@@ -60,9 +81,9 @@ if ! installed torch "$(pinned torch)"; then
     say "Installing PyTorch"
     install_torch
 fi
-if ! installed llama-cpp-python "$(pinned llama_cpp_python)"; then
+if ! installed llama-cpp-python "$(pinned llama_cpp_python)" || { has_amx && built_with_amx; }; then
     say "Compiling llama.cpp: 5 to 15 minutes, once"
-    pip install "llama-cpp-python==$(pinned llama_cpp_python)"
+    (install_llama)
 fi
 if [ "${1:-}" = dev ]; then
     say "Installing this project and its development tools"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -180,7 +179,7 @@ class Hybrid:
         """The logits after every token, [n_tokens, n_vocab] float32, from an empty context (which is left empty)."""
         engine = self.engine
         self._check(tokens)
-        with self._turns.take(object(), begin=True), engine.scoring():
+        with self._turns.queue, self._turns.begin(object()), engine.scoring():
             engine.trim(0)
             rows = engine.evaluate(list(tokens), outputs="all")
             engine.trim(0)
@@ -242,17 +241,18 @@ class Hybrid:
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
         self._check(tokens)
         result: list[Completion] = []
-        cancelled = threading.Event()
-        pieces = self._pieces(tokens, options, result, lambda: cancelled.is_set() or self._closing)
+        cancelled = False
+        pieces = self._pieces(tokens, options, result, lambda: cancelled or self._closing)
 
         def cancel() -> None:
-            cancelled.set()
+            nonlocal cancelled
+            cancelled = True
             if self._turns.at_work(pieces):
                 self.engine.interrupt()
 
         if stream:
             return Stream(self._in_turn(pieces), result, cancel)
-        with self._turns.take(pieces, begin=True):
+        with self._turns.queue, self._turns.begin(pieces):
             for _ in pieces:
                 pass
         return result[0]
@@ -299,7 +299,7 @@ class Hybrid:
         self._closing = True
         if self._engine is not None:
             self._engine.interrupt()
-        with self._turns.take(self, begin=True):
+        with self._turns.queue, self._turns.begin(self):
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
@@ -330,11 +330,11 @@ class Hybrid:
 
     def _in_turn(self, pieces: Iterator[str]) -> Iterator[str]:
         """`pieces` one by one, the model free between them."""
-        begin = True
+        turn = self._turns.begin
         while True:
             assert self.engine  # not closed since
-            with self._turns.take(pieces, begin=begin):
-                begin = False
+            with self._turns.queue, turn(pieces):
+                turn = self._turns.resume
                 piece = next(pieces, None)
             if piece is None:
                 return

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +15,7 @@ from hybrid.errors import BadRequestError, Cancelled, EngineError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.runtime.boundary import Boundary, Parcel
+from hybrid.runtime.worker import Job, Worker, wait_all
 from hybrid.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -64,11 +63,11 @@ class Engine:
         self.tail: Tail | None = None
         self._vocabulary: Vocabulary | None = None
         self._boundary: Boundary | None = None
-        self._stop = threading.Event()
+        self._stopping = False  # a bool, because setting a threading.Event can be interrupted with its lock held
         self._tokens: list[list[int]] = [[] for _ in range(placement.n_sequences)]
         self._logits: Logits | None = None
-        self._tail_thread = ThreadPoolExecutor(1, "hybrid-tail")
-        self._head_thread = ThreadPoolExecutor(1, "hybrid-head")
+        self._tail_thread = Worker("hybrid-tail")
+        self._head_thread = Worker("hybrid-head")
         try:
             self._load(progress or (lambda part, done: None))
         except BaseException:
@@ -144,7 +143,7 @@ class Engine:
             if outputs == "all":
                 rows.append(self._logits if self.tail is None else self.tail.logits_block().copy())  # type: ignore[arg-type]
 
-        self._stop.clear()
+        self._stopping = False
         if self.tail is not None:
             self.tail.withdraw_abort()
         try:
@@ -153,6 +152,7 @@ class Engine:
             else:
                 self._pipeline(chunks, finish, progress or (lambda n: None))
         except BaseException:
+            self._wait_until_idle()
             if self._boundary is not None:
                 self._boundary.reset()
             self.trim(len(held), seq)  # the halves may hold more than both have finished
@@ -176,7 +176,7 @@ class Engine:
 
     def interrupt(self) -> None:
         """From any thread: stop the evaluation under way, which raises Cancelled. Harmless when there is none."""
-        self._stop.set()
+        self._stopping = True
         if self.tail is not None:
             self.tail.abort()
 
@@ -203,9 +203,9 @@ class Engine:
 
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""
-        self._stop.set()
-        self._head_thread.shutdown(wait=True)
-        self._tail_thread.shutdown(wait=True)
+        self._stopping = True
+        self._head_thread.close()
+        self._tail_thread.close()
         for part in (self._vocabulary, self.tail, self.head):
             if part is not None:
                 part.close()
@@ -251,11 +251,11 @@ class Engine:
     def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
         if self.head is None:
             return None
-        job = self._head_thread.submit(self._front, chunk)
+        job = self._head_thread.submit(lambda: self._front(chunk))
         try:
             return job.result()
         finally:
-            _wait([job])  # Ctrl-C stops the waiting, not the head
+            wait_all([job])  # Ctrl-C stops the waiting, not the head
 
     def _pipeline(
         self,
@@ -272,7 +272,7 @@ class Engine:
                 self.head.cache.alone = self.tail is None
             try:
                 for chunk in chunks:
-                    if self._stop.is_set():
+                    if self._stopping:
                         return
                     ready.put((chunk, None if self.head is None else self._front(chunk)))
             finally:
@@ -283,20 +283,20 @@ class Engine:
         def consume() -> None:
             try:
                 while (item := ready.get()) is not None:
-                    if self._stop.is_set():
+                    if self._stopping:
                         _drop(item[1])
                     else:
                         finish(*item)
                         done.put(len(item[0].tokens))
             except BaseException:
-                self._stop.set()
+                self._stopping = True
                 while (item := ready.get()) is not None:  # the head may be waiting for a buffer
                     _drop(item[1])
                 raise
             finally:
                 done.put(None)
 
-        jobs: list[Future[None]] = []
+        jobs: list[Job[None]] = []
         finished = 0
         try:
             jobs.append(self._tail_thread.submit(consume))
@@ -312,29 +312,40 @@ class Engine:
             ready.put(None)  # in case the producer never began
             raise
         finally:
-            _wait(jobs)
+            wait_all(jobs)
         for job in jobs:
             job.result()
-        if self._stop.is_set():
+        if self._stopping:
             raise Cancelled("Interrupted.")
+
+    def _wait_until_idle(self) -> None:
+        """Until both threads have done what they were given, also a job whose `submit` Ctrl-C never let return."""
+        wait_all([thread.submit(lambda: None) for thread in (self._head_thread, self._tail_thread)])
 
     def _load(self, progress: Callable[[str, float], None]) -> None:
         """Both halves at the same time; the first failure (or Ctrl-C) stops the other."""
         k, n_layers = self.placement.n_gpu_layers, self.spec.n_layers
-        jobs: list[Future[None]] = []
-        if k > 0:
-            jobs.append(self._head_thread.submit(self._load_head, lambda done: progress("head", done)))
-        if k < n_layers:
-            jobs.append(self._tail_thread.submit(self._load_tail, lambda done: progress("tail", done)))
-        else:
-            jobs.append(self._tail_thread.submit(self._load_vocabulary))
+
+        def begin(thread: Worker, load: Callable[[Callable[[float], None]], None], part: str) -> Job[None]:
+            def work() -> None:
+                try:
+                    load(lambda done: progress(part, done))
+                except BaseException:
+                    self._stopping = True
+                    raise
+
+            return thread.submit(work)
+
+        jobs: list[Job[None]] = []
         try:
-            wait(jobs, return_when=FIRST_EXCEPTION)
-        finally:
-            if not all(job.done() and job.exception() is None for job in jobs):
-                self._stop.set()
-            _wait(jobs)
-        for job in sorted(jobs, key=lambda job: isinstance(job.exception(), Cancelled)):  # the cause before its effect
+            if k > 0:
+                jobs.append(begin(self._head_thread, self._load_head, "head"))
+            jobs.append(begin(self._tail_thread, self._load_tail if k < n_layers else self._load_vocabulary, "tail"))
+            wait_all(jobs)
+        except BaseException:
+            self._stopping = True
+            raise
+        for job in sorted(jobs, key=lambda job: isinstance(job.error, Cancelled)):  # the cause before its effect
             job.result()
         if self.head is not None and self.tail is not None:
             self._boundary = Boundary(self.placement.device, self.placement.n_batch, self.spec.n_embd)
@@ -345,15 +356,15 @@ class Engine:
         from hybrid.head.head import Head
 
         torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
-        self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=self._stop.is_set)
+        self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=lambda: self._stopping)
 
     def _load_tail(self, progress: Callable[[float], None]) -> None:
         from hybrid.tail.tail import Tail
 
-        self.tail = Tail(self.file, self.spec, self.placement, progress=progress, cancelled=self._stop.is_set)
+        self.tail = Tail(self.file, self.spec, self.placement, progress=progress, cancelled=lambda: self._stopping)
         self._vocabulary = self.tail.vocabulary
 
-    def _load_vocabulary(self) -> None:
+    def _load_vocabulary(self, progress: Callable[[float], None]) -> None:
         from hybrid.tail.vocab import Vocabulary
 
         self._vocabulary = Vocabulary.open(self.file.path)
@@ -369,17 +380,3 @@ def _drop(front: Parcel | Logits | None) -> None:
     """Give back the buffer of a hidden state nobody will read."""
     if isinstance(front, Parcel):
         front.release()
-
-
-def _wait(jobs: Sequence[Future[Any]]) -> None:
-    """Until every job is over, whatever signals come (Ctrl-C, SIGTERM): both halves must be idle before they are
-    trimmed. Then what the last signal raised is raised."""
-    interruption: BaseException | None = None
-    while True:
-        try:
-            wait(jobs)
-            break
-        except (KeyboardInterrupt, SystemExit) as e:
-            interruption = e
-    if interruption is not None:
-        raise interruption

@@ -98,9 +98,10 @@ def test_a_progress_callback_cannot_use_the_model_that_calls_it(model: Hybrid) -
 
 def test_a_turn_that_fails_leaves_the_model_free() -> None:
     turns, request = Turns(), object()
-    with pytest.raises(ValueError, match="x"), turns.take(request, begin=True):
-        raise ValueError("x")
-    with turns.take(request, begin=False):
+    with pytest.raises(ZeroDivisionError), turns.queue, turns.begin(request):
+        1 / (not turns.at_work(request))
+    assert not turns.at_work(request)
+    with turns.queue, turns.resume(request):
         pass
 
 

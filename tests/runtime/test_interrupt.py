@@ -1,0 +1,59 @@
+"""Ctrl-C at any moment of a generation: the model can be used again at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from hybrid import Hybrid
+
+MOMENTS = 60
+
+
+@pytest.mark.parametrize("prompt", [[5, 6, 7], [5, 6, 7, 8] * 6], ids=["short", "chunks"])
+@pytest.mark.parametrize("k", [0, 2, 4])
+def test_an_interruption_at_any_moment_leaves_the_model_as_usable_as_before(
+    k: int, prompt: list[int], llama_f32: Path
+) -> None:
+    with Hybrid(llama_f32, n_gpu_layers=k, device="cpu", n_ctx=64, n_batch=16, n_threads=1) as model:
+
+        def text(tokens: list[int]) -> list[int]:
+            return model.generate(tokens, max_tokens=3, temperature=0, ignore_eos=True).tokens
+
+        expected = text([*prompt, 8])
+        model.engine.trim(0)
+        start = time.perf_counter()
+        text(prompt)
+        whole = time.perf_counter() - start
+        interruptions = []
+        for moment in range(MOMENTS):
+            model.engine.trim(0)
+            try:
+                with interrupted_after((moment + 1) / MOMENTS * whole):
+                    text(prompt)
+            except KeyboardInterrupt as interruption:
+                interruptions.append(interruption)  # its traceback keeps what was under way alive
+            assert text([*prompt, 8]) == expected, f"interrupted at moment {moment} of {MOMENTS}"
+        assert len(interruptions) > 20
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """What Ctrl-C does, in `seconds` from now."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
