@@ -78,8 +78,7 @@ Kernel find_kernel(const std::string& name, const Rows& k, const Rows& v) {
     throw std::invalid_argument("this build or this processor has no instruction set \"" + name + "\"");
 }
 
-// -- checks
-// --------------------------------------------------------------------------------------------------
+// Checks ----------------------------------------------------------------
 
 void require(bool condition, const char* otherwise) {
     if (!condition)

@@ -25,11 +25,6 @@ struct Vec {
         return _mm256_cvtepi32_ps(
             _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))));
     }
-    static Reg all_f16(const char* at) {
-        short bits;
-        __builtin_memcpy(&bits, at, 2);
-        return _mm256_cvtph_ps(_mm_set1_epi16(bits));
-    }
 
     static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
     static Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }

@@ -24,11 +24,6 @@ struct Vec {
         return _mm512_cvtepi32_ps(
             _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))));
     }
-    static Reg all_f16(const char* at) {
-        short bits;
-        __builtin_memcpy(&bits, at, 2);
-        return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
-    }
 
     static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
     static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }

@@ -39,7 +39,6 @@ struct Vec {
     static Reg load_i8(const char* at) {
         return each([=](int i) { return float(static_cast<signed char>(at[i])); });
     }
-    static Reg all_f16(const char* at) { return all(from_f16(bits16(at))); }
 
     static Reg add(Reg a, Reg b) {
         return each([&](int i) { return a.x[i] + b.x[i]; });

@@ -24,11 +24,6 @@ struct Vec {
         const int16x8_t wide = vmovl_s8(vreinterpret_s8_u32(vdup_n_u32(bits)));
         return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
     }
-    static Reg all_f16(const char* at) {
-        std::uint16_t bits;
-        __builtin_memcpy(&bits, at, 2);
-        return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)));
-    }
 
     static Reg add(Reg a, Reg b) { return vaddq_f32(a, b); }
     static Reg sub(Reg a, Reg b) { return vsubq_f32(a, b); }

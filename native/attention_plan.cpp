@@ -79,7 +79,7 @@ void Plan::add(std::size_t run, std::int64_t query, std::int64_t n, int first_he
     const std::int64_t step = (blocks + count - 1) / count * block_tokens;
     // The results and the scratch memory of a part; parts share no cache line.
     const std::int64_t floats =
-        (group->rows * (a_.dim_v + 2) + scratch_floats(group->rows, a_.dim_k) + 15) / 16 * 16;
+        (group->rows * (a_.dim_v + 2) + scratch_floats(group->rows, a_.dim_k, a_.dim_v) + 15) / 16 * 16;
     std::int64_t at = 0;
     do { // one part even without keys: it says that there is nothing to see
         parts_.push_back(
@@ -112,7 +112,7 @@ Task Plan::task_of(const Part& part, float* memory) const {
     task.softcap = a_.softcap;
     task.window = a_.window;
     task.scratch = memory + part.offset;
-    task.out = task.scratch + scratch_floats(group.rows, a_.dim_k);
+    task.out = task.scratch + scratch_floats(group.rows, a_.dim_k, a_.dim_v);
     task.peak = task.out + group.rows * a_.dim_v;
     task.sum = task.peak + group.rows;
     return task;

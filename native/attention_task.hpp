@@ -43,8 +43,18 @@ struct Task {
     float* sum;
 };
 
-constexpr std::int64_t scratch_floats(std::int64_t rows, int dim_k) {
-    return rows * (dim_k + 16); // the scaled queries, and a vector of partial sums each
+// For the scales of a block, and for the block itself as float32.
+constexpr std::int64_t scale_floats(int dim) {
+    return dim / 32 * block_tokens;
+}
+
+constexpr std::int64_t block_floats(int dim) {
+    return (scale_floats(dim) + std::int64_t(dim) * block_tokens + 15) / 16 * 16;
+}
+
+// The scaled queries, a vector of partial sums each, and a block of K and of V.
+constexpr std::int64_t scratch_floats(std::int64_t rows, int dim_k, int dim_v) {
+    return rows * (dim_k + 16) + block_floats(dim_k) + block_floats(dim_v);
 }
 
 using Kernel = void (*)(const Task&);

@@ -1,0 +1,88 @@
+// Rows of a cache as vectors of float32, for each type; included by attention_kernel.hpp, which see.
+#pragma once
+
+#include "attention_task.hpp"
+
+// What is indexed by such a loop can stay in registers.
+#if defined(__clang__)
+#define UNROLL _Pragma("unroll")
+#else
+#define UNROLL _Pragma("GCC unroll 32")
+#endif
+
+namespace {
+
+using hybrid::block_tokens;
+using hybrid::RowType;
+using std::int64_t;
+using Reg = Vec::Reg;
+
+constexpr int W = Vec::width;
+
+// read: vectors i … i + N - 1 of a row. `line` vectors fill a cache line, or all but.
+// prepare writes what read needs to know of all rows of a block: scale_floats(dim) floats.
+template <RowType> struct Reader;
+
+template <> struct Reader<RowType::f32> {
+    static constexpr int line = W < 16 ? 16 / W : 1;
+    static constexpr int64_t offset(int64_t i) { return 4 * i; }
+    static void prepare(const char*, int64_t, int, int, float*) {}
+    template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
+        UNROLL
+        for (int j = 0; j < N; ++j)
+            x[j] = Vec::load(reinterpret_cast<const float*>(row) + (i + j) * W);
+    }
+};
+
+template <> struct Reader<RowType::f16> {
+    static constexpr int line = 32 / W;
+    static constexpr int64_t offset(int64_t i) { return 2 * i; }
+    static void prepare(const char*, int64_t, int, int, float*) {}
+    template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
+        UNROLL
+        for (int j = 0; j < N; ++j)
+            x[j] = Vec::load_f16(row + 2 * (i + j) * W);
+    }
+};
+
+template <> struct Reader<RowType::bf16> {
+    static constexpr int line = 32 / W;
+    static constexpr int64_t offset(int64_t i) { return 2 * i; }
+    static void prepare(const char*, int64_t, int, int, float*) {}
+    template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
+        UNROLL
+        for (int j = 0; j < N; ++j)
+            x[j] = Vec::load_bf16(row + 2 * (i + j) * W);
+    }
+};
+
+// Blocks of a float16 scale and 32 signed bytes. N vectors are part of a block or whole blocks.
+template <> struct Reader<RowType::q8_0> {
+    static constexpr int line = 32 / W;
+    static constexpr int64_t offset(int64_t i) { return i / 32 * 34; }
+
+    // scales[b * block_tokens + t] of block b of row t: converted by vectors, not one by one.
+    static void prepare(const char* rows, int64_t stride, int n, int dim, float* scales) {
+        std::uint16_t halves[block_tokens] = {};
+        for (int b = 0; b < dim / 32; ++b) {
+            for (int t = 0; t < n; ++t)
+                __builtin_memcpy(&halves[t], rows + t * stride + b * 34, 2);
+            for (int t = 0; t < block_tokens; t += W)
+                Vec::store(scales + b * block_tokens + t,
+                           Vec::load_f16(reinterpret_cast<const char*>(halves + t)));
+        }
+    }
+
+    template <int N> static void read(const char* row, int i, const float* scales, Reg (&x)[N]) {
+        Reg d = Vec::zero();
+        UNROLL
+        for (int j = 0; j < N; ++j) {
+            const int at = (i + j) * W, b = at / 32;
+            if (j == 0 || j * W % 32 == 0)
+                d = Vec::all(scales[b * block_tokens]);
+            x[j] = Vec::mul(Vec::load_i8(row + b * 34 + 2 + at % 32), d);
+        }
+    }
+};
+
+} // namespace
