@@ -114,7 +114,7 @@ def small_blocks() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), swa_full=st.booleans())
 def test_any_history_of_chunks_trims_copies_and_restores_attends_as_if_all_were_kept(
     strategy: str, data: st.DataObject, swa_full: bool
