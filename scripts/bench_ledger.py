@@ -1,4 +1,4 @@
-"""The Ledger against what is really there, over k x context x batch x sequences x KV type of real models.
+"""The Ledger against what is really there, over k x context x batch x sequences x KV type x KV strategy of real models.
 
     python scripts/bench_ledger.py [--models smollm2-135m gemma3-270m] [--quick] [--json FILE]
 
@@ -15,6 +15,8 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,9 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
+from hybrid.schedule.kv_size import kv_bytes, llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
-from hybrid.schedule.placement import Placement
+from hybrid.schedule.placement import KV_STRATEGIES, Placement
 
 MIB = 1 << 20
 console = Console(width=None if sys.stdout.isatty() else 140)
@@ -45,6 +48,14 @@ def grid(spec: ModelSpec, quick: bool, ks: list[int]) -> list[Placement]:
     ]
 
 
+def strategies(spec: ModelSpec, placements: list[Placement]) -> Iterator[Placement]:
+    """Each placement under every KV strategy; `tiered` with room for a quarter of the cache."""
+    for placement in placements:
+        for kv in KV_STRATEGIES:
+            budget = kv_bytes(spec, placement, 0, placement.n_gpu_layers) // 4 if kv == "tiered" else None
+            yield replace(placement, kv=kv, kv_budget=budget)
+
+
 def row(model: str, placement: Placement, predicted: int, measured: int) -> Row:
     """One line of a table."""
     error = predicted - measured
@@ -54,7 +65,7 @@ def row(model: str, placement: Placement, predicted: int, measured: int) -> Row:
         "n_ctx": placement.n_ctx,
         "n_batch": placement.n_batch,
         "sequences": placement.n_sequences,
-        "kv": placement.kv_dtype,
+        "kv": f"{placement.kv} {placement.kv_dtype}",
         "predicted MiB": predicted / MIB,
         "measured MiB": measured / MIB,
         "error MiB": error / MIB,
@@ -78,21 +89,21 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
 
 
 def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
-    """Live storages, temporaries included."""
+    """Live storages, temporaries included; then what each strategy's cache holds in host memory."""
     import torch
-    from live_bytes import LiveBytes
+    from live_bytes import LiveBytes, pretend_full
 
     from hybrid.head.head import Head
 
     torch.set_num_threads(1)
     n = spec.n_layers
     rows = []
-    for placement in grid(spec, quick, [1, n // 2, n]):
+    for placement in strategies(spec, grid(spec, quick, [n // 2, n] if quick else [1, n // 2, n])):
         if placement.n_gpu_layers == n and placement.n_ctx > 2048 and not quick:
             continue
         model = Head(file, spec, placement)
-        pretend_full(model, placement.n_batch)
         first = placement.n_ctx - placement.n_batch
+        pretend_full(model.cache, first)
         with LiveBytes() as count:
             hidden = model.forward(
                 np.ones(placement.n_batch, int),
@@ -101,19 +112,15 @@ def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
             )
             if placement.n_gpu_layers == n:
                 model.logits(hidden[-placement.n_sequences :])
-        predicted = ledger_of(spec, placement).vram_bytes
-        rows.append(row(name, placement, predicted, model.nbytes + count.peak))
+        ledger = ledger_of(spec, placement)
+        tail = sum(llama_layer_kv_bytes(layer, placement) for layer in spec.layers[placement.n_gpu_layers :])
+        in_host = sum(ledger.host.dynamic.kv) - tail + ledger.host.dynamic.staging
+        line = row(name, placement, ledger.vram_bytes, model.nbytes + count.peak)
+        beside = {"host predicted": in_host / MIB, "host measured": model.cache.host_nbytes / MIB}
+        line["ok"] = line["ok"] and in_host == model.cache.host_nbytes
+        rows.append(line | beside)
         model.close()
     return rows
-
-
-def pretend_full(model: Any, n_left: int) -> None:
-    """Let every cached position but the last n_left of the context count as written: attention reads them all, and
-    what they hold does not matter here."""
-    for kv in model.cache._layers:
-        end = model.placement.n_ctx - n_left
-        kv.end = [end] * model.placement.n_sequences
-        kv.first = [max(0, end - kv.capacity)] * model.placement.n_sequences
 
 
 def process(name: str, path: Path, spec: ModelSpec, quick: bool) -> list[Row]:
@@ -121,8 +128,11 @@ def process(name: str, path: Path, spec: ModelSpec, quick: bool) -> list[Row]:
     mapped file; one fresh process a row. What was allocated (address space) is another figure."""
     n = spec.n_layers
     rows = []
-    for k, (n_ctx, sequences) in itertools.product((0, n // 3, n), ((1024, 1), (2048, 2))):
-        placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=n_ctx, n_sequences=sequences)
+    cases = [
+        Placement(device="cpu", n_gpu_layers=k, n_ctx=n_ctx, n_sequences=sequences)
+        for k, (n_ctx, sequences) in itertools.product((0, n // 3, n), ((1024, 1), (2048, 2)))
+    ]
+    for placement in [*cases, *list(strategies(spec, cases[-1:]))[1:]]:
         command = [sys.executable, __file__, "--child", str(path), json.dumps(placement.to_dict())]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         ledger = ledger_of(spec, placement)

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
+from hybrid.cli.units import Bytes
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype")
+PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype",
+             "kv_budget", "kv_keep_sliding")  # fmt: skip
 """Options that go to the constructor of Hybrid."""
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 """Options that go to `generate` and `chat`."""
@@ -71,10 +73,32 @@ placement_options = _all(
     ),
     click.option("-t", "--threads", "n_threads", type=_count, metavar="N", help="CPU threads.  [default: all cores]"),
     click.option(
-        "--kv", type=click.Choice(KV_STRATEGIES), default="device", show_default=True, help="KV cache strategy."
+        "--kv",
+        type=click.Choice(KV_STRATEGIES),
+        default="device",
+        show_default=True,
+        help="Where the KV cache of the GPU's layers lives: device; stream: in RAM, fetched a layer ahead; attend: in "
+        "RAM, where the CPU attends; tiered: the recent part on the GPU, the rest as attend.",
     ),
     click.option(
-        "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
+        "--kv-type",
+        "kv_dtype",
+        type=click.Choice(KV_DTYPES),
+        default="f16",
+        show_default=True,
+        help="Precision of the KV cache, in both halves.",
+    ),
+    click.option(
+        "--kv-budget",
+        type=Bytes(),
+        metavar="BYTES",
+        help="GPU memory for the recent part of --kv tiered, such as 512MiB.  [default: what is free]",
+    ),
+    click.option(
+        "--kv-keep-sliding/--no-kv-keep-sliding",
+        default=True,
+        show_default=True,
+        help="Whether layers with a sliding window keep their KV cache on the GPU under every strategy.",
     ),
 )
 

@@ -177,6 +177,8 @@ def _flags(candidate: Candidate) -> str:
     flags = [f"-ngl {p.n_gpu_layers}", f"-c {p.n_ctx}"]
     if p.kv != "device":
         flags.append(f"--kv {p.kv}")
+    if p.kv_budget is not None:
+        flags.append(f"--kv-budget {p.kv_budget}")
     if p.kv_dtype != "f16":
         flags.append(f"--kv-type {p.kv_dtype}")
     if candidate.ledger.emulated:

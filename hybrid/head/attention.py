@@ -6,7 +6,7 @@ cannot (a soft cap on the scores, sinks) or where keys must be converted first a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,10 @@ CONVERT_BYTES = 16 << 20
 """Float32 bytes of K and V to convert at a time: about what stays in cache until it is multiplied."""
 
 
+Block = tuple[int, int, Tensor, Tensor]
+"""Consecutive keys: the first position, the one after the last, K and V [n, n_kv_heads, head_dim] of them."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """K and V of one sequence in one layer, wherever they are held."""
@@ -28,9 +32,17 @@ class Keys:
     read: Callable[[int, int, torch.dtype], tuple[Tensor, Tensor]]
     """(lo, hi, dtype) to K and V [hi - lo, n_kv_heads, head_dim] of positions lo … hi - 1 in `dtype`."""
     dtype: torch.dtype
-    """What they are stored in; reading them in it copies nothing."""
+    """What they are stored in, reading which copies nothing; of packed ones, what an accelerator multiplies them in."""
     n_values: int
     """Values of K and V together for one token."""
+    packed: bool = False
+    """Whether they are stored as quantised blocks, which reading always converts."""
+
+    def blocks(self, lo: int, hi: int, n: int, dtype: torch.dtype) -> Iterator[Block]:
+        """Positions lo … hi - 1, at most n of them at a time."""
+        for at in range(lo, hi, n):
+            end = min(hi, at + n)
+            yield at, end, *self.read(at, end, dtype)
 
 
 def attend(
@@ -48,9 +60,11 @@ def attend(
     n, first = q.shape[0], first_key(p0, window)
     on_cpu = q.device.type == "cpu"
     dtype = torch.float32 if on_cpu else keys.dtype
-    block = max(1, CONVERT_BYTES // (4 * keys.n_values))
-    if softcap or sinks is not None or (keys.dtype != dtype and p0 + n - first > block):
-        return _blocked(q, p0, keys, block, window, scale, softcap, sinks)
+    block = block_tokens(keys.n_values)
+    converted = keys.packed or keys.dtype != dtype
+    if softcap or sinks is not None or (converted and p0 + n - first > block):
+        blocks = keys.blocks(first, p0 + n, block, dtype)
+        return attend_blocks(q, p0, blocks, window=window, scale=scale, softcap=softcap, sinks=sinks)[0]
     k, v = keys.read(first, p0 + n, dtype)
     q = q.to(dtype)
     step = ROWS if on_cpu else ROWS_ACCELERATOR
@@ -60,6 +74,11 @@ def attend(
         lo, hi = first_key(p0 + row, window), p0 + row + rows.shape[0]
         out.append(_torch_attention(rows, k[lo - first : hi - first], v[lo - first : hi - first], lo, window, scale))
     return (out[0] if len(out) == 1 else torch.cat(out)).float()
+
+
+def block_tokens(n_values: int) -> int:
+    """Keys to convert at a time where a token's K and V have n_values values."""
+    return max(1, CONVERT_BYTES // (4 * n_values))
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scale: float) -> Tensor:
@@ -83,16 +102,25 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor, lo: int, window: int, scal
     return out.view(k.shape[1], -1, n, v.shape[2]).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
 
 
-def _blocked(
-    q: Tensor, p0: int, keys: Keys, block: int, window: int, scale: float, softcap: float, sinks: Tensor | None
-) -> Tensor:
-    """The same with a running softmax over blocks of keys (Milakov and Gimelshein 2018; FlashAttention), in float32."""
+def attend_blocks(
+    q: Tensor,
+    p0: int,
+    blocks: Iterable[Block],
+    *,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `attend`, over the keys in `blocks` alone, in any order and one block at a time: a running softmax in float32
+    (Milakov and Gimelshein 2018; FlashAttention). Products are made in the blocks' dtype.
+
+    Returns out [n, n_heads, head_dim_v] and the log-sum-exp of each row's scores (sinks included) [n, n_heads], both
+    float32: what merges this part with another. A row that sees no key gives 0 and -inf. There is one block at least.
+    """
     n, n_heads, _ = q.shape
-    first, end = first_key(p0, window), p0 + n
     total: Tensor | None = None
-    for lo in range(first, end, block):
-        hi = min(end, lo + block)
-        k, v = keys.read(lo, hi, torch.float32)
+    for lo, hi, k, v in blocks:
         n_kv_heads = k.shape[1]
         out = torch.zeros(n_kv_heads, n_heads // n_kv_heads, n, v.shape[2], device=q.device)
         peak = torch.full((*out.shape[:3], 1), -torch.inf, device=q.device)
@@ -112,12 +140,18 @@ def _blocked(
         total = total.mul_(old).add_(out.mul_(new))
         norm = norm * old + weight * new
         best = top
-    assert total is not None  # end > first: the queries' own keys are always among them
+    assert total is not None
     if sinks is not None:
         sink = sinks.view(n_kv_heads, -1, 1, 1)
         top = torch.maximum(best, sink)
         total, norm = total * _shrink(best, top), norm * _shrink(best, top) + torch.exp(sink - top)
-    return (total / norm).permute(2, 0, 1, 3).reshape(n, n_heads, -1)
+        best = top
+    lse = (best + torch.log(norm)).squeeze(-1).permute(2, 0, 1).reshape(n, n_heads)
+    return (total / norm.clamp_min(TINY)).permute(2, 0, 1, 3).reshape(n, n_heads, -1), lse
+
+
+TINY = torch.finfo(torch.float32).tiny
+"""Less than any sum of exponentials relative to the largest, which is 1 at least."""
 
 
 def _partial(
@@ -128,13 +162,14 @@ def _partial(
     -inf and 0."""
     n, n_heads, _ = q.shape
     n_kv_heads, group = k.shape[1], n_heads // k.shape[1]
-    scores = torch.bmm(_grouped(q * scale, n_kv_heads), k.permute(1, 2, 0)).view(n_kv_heads, group, n, -1)
+    scores = torch.bmm(_grouped((q * scale).to(k.dtype), n_kv_heads), k.permute(1, 2, 0)).float()
+    scores = scores.view(n_kv_heads, group, n, -1)
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     scores.masked_fill_(~visible, -torch.inf)
     peak = scores.amax(-1, keepdim=True)
     scores.sub_(peak.clamp_min(torch.finfo(torch.float32).min)).exp_()
-    out = torch.bmm(scores.view(n_kv_heads, group * n, -1), v.transpose(0, 1))
+    out = torch.bmm(scores.view(n_kv_heads, group * n, -1).to(v.dtype), v.transpose(0, 1)).float()
     return out.view(n_kv_heads, group, n, -1), peak, scores.sum(-1, keepdim=True)
 
 

@@ -93,9 +93,9 @@ class Block:
 
 def run(blocks: list[Block], h: Tensor, angles: Angles, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
     """All blocks in turn; while one attends, the cache may fetch what the next will need."""
-    cache.prefetch(0)
+    cache.prefetch(0, positions, seqs)
     for layer, block in enumerate(blocks):
         if layer + 1 < len(blocks):
-            cache.prefetch(layer + 1)
+            cache.prefetch(layer + 1, positions, seqs)
         h = block(h, angles, cache, positions, seqs)
     return h

@@ -15,13 +15,14 @@ from hybrid.head.decoder import Block, run
 from hybrid.head.device import Compute, allocating, open_device
 from hybrid.head.embedding import TokenEmbedding
 from hybrid.head.kv.base import KVCache
-from hybrid.head.kv.device import DeviceKVCache
+from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear
 from hybrid.head.loading import Loader
 from hybrid.head.norm import Norm, make_norm
 from hybrid.head.rope import Rope
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec, RopeSpec
+from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.placement import Placement
 
 Ints = npt.NDArray[np.integer]
@@ -60,8 +61,8 @@ class Head:
         k = placement.n_gpu_layers
         if not 1 <= k <= spec.n_layers:
             raise BadRequestError(f"The GPU half can hold 1 to {spec.n_layers} layers of this model, not {k}.")
-        if placement.kv != "device":
-            raise UnsupportedError(f"The KV strategy {placement.kv!r} is not available yet; use --kv device.")
+        if refusal := kv_refusal(spec, placement):
+            raise UnsupportedError(refusal)
         self.spec, self.placement = spec, placement
         self.compute = compute or Compute.on(open_device(placement.device))
         self.n_layers = k
@@ -71,7 +72,7 @@ class Head:
         if k == spec.n_layers:
             wanted += [spec.output_tensor, *(info for name, info in spec.weights.items() if name in OUTPUT)]
         with torch.inference_mode():
-            self.cache = DeviceKVCache(layers, placement, device)  # first: if it does not fit, know before loading
+            self.cache = open_cache(layers, placement, device)  # first: if it does not fit, know before loading
             loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
             self._work = loader.work
             self._embedding = TokenEmbedding(file, spec, device)
@@ -88,7 +89,7 @@ class Head:
                 self._output_norm = make_norm(spec.norm, norm, bias, spec.norm_eps)
                 self._output = loader.linear(spec.output_tensor, spec.weights.get("output.bias"))
             loader.close()
-        self.notes = loader.notes
+        self.notes = [*loader.notes, *self.cache.notes]
         self.weight_bytes = loader.device_bytes
         """Device bytes of the weights as they are held."""
 
@@ -139,6 +140,7 @@ class Head:
         self._blocks.clear()
         self._ropes.clear()
         self._output = self._output_norm = None
+        self.cache.close()
         del self._embedding, self._work, self.cache
         if self.compute.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -76,6 +76,8 @@ class Hybrid:
         n_sequences: int = 1,
         kv: str = "device",
         kv_dtype: str = "f16",
+        kv_budget: int | None = None,
+        kv_keep_sliding: bool = True,
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
@@ -83,6 +85,11 @@ class Hybrid:
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
         `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
+
+        `kv` says where the KV cache of the GPU's layers lives: "device"; "stream" (host memory, fetched a layer
+        ahead); "attend" (host memory, where the CPU attends); "tiered" (the most recent `kv_budget` bytes on the
+        device, the rest as `attend`). Sliding-window layers stay on the device unless `kv_keep_sliding` is False.
+        `kv_dtype` is the precision of both halves' caches.
         Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
         """
         start = time.perf_counter()
@@ -105,6 +112,8 @@ class Hybrid:
                     n_sequences=n_sequences,
                     kv=kv,
                     kv_dtype=kv_dtype,
+                    kv_budget=kv_budget,
+                    kv_keep_sliding=kv_keep_sliding,
                 ),
             )
             self._notes = list(chosen.notes)

@@ -268,12 +268,16 @@ class Engine:
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
         def produce() -> None:
+            if self.head is not None:
+                self.head.cache.alone = self.tail is None
             try:
                 for chunk in chunks:
                     if self._stopping:
                         return
                     ready.put((chunk, None if self.head is None else self._front(chunk)))
             finally:
+                if self.head is not None:
+                    self.head.cache.alone = True
                 ready.put(None)
 
         def consume() -> None:

@@ -45,6 +45,7 @@ from functools import cached_property
 from hybrid.model.spec import LayerSpec, ModelSpec
 from hybrid.schedule import head_size
 from hybrid.schedule.kv_size import kv_bytes_per_token, visible_tokens
+from hybrid.schedule.kv_tiers import Tiers, layer_traffic, tiers
 from hybrid.schedule.layer_work import LayerWork, works
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.placement import Placement
@@ -157,6 +158,11 @@ class CostModel:
     def _work_by_device(self) -> dict[bool, tuple[LayerWork, ...]]:
         return {on_cpu: works(self.spec.layers, "cpu" if on_cpu else "cuda") for on_cpu in (True, False)}
 
+    @cached_property
+    def _tiers(self) -> dict[Placement, list[Tiers]]:
+        """Those of each placement that was asked about."""
+        return {}
+
     def _works(self, p: Placement) -> tuple[LayerWork, ...]:
         return self._work_by_device[p.device == "cpu"]
 
@@ -177,13 +183,15 @@ class CostModel:
 
     def _here(self, p: Placement, layer: LayerSpec, depth: int) -> float:
         """The share of a head layer's K and V that lies on the device."""
-        if p.kv == "device" or (layer.window and p.kv_keep_sliding):
-            return 1.0
-        if p.kv != "tiered":
-            return 0.0
-        head = self.spec.layers[: p.n_gpu_layers]
-        whole = sum(p.n_sequences * self._kv(p, other, depth) for other in head)
-        return 1.0 if p.kv_budget is None else min(1.0, p.kv_budget / whole)
+        tier, seen = self._tier(p, layer), visible_tokens(layer, depth) + 1
+        if tier.host == 0 or p.kv == "stream":
+            return float(tier.host == 0)
+        return 1 - max(0, tier.split(depth + 1) - (depth + 1 - seen)) / seen
+
+    def _tier(self, p: Placement, layer: LayerSpec) -> Tiers:
+        if p not in self._tiers:
+            self._tiers[p] = tiers(self.spec.layers[: p.n_gpu_layers], p)
+        return self._tiers[p][layer.index]
 
     def _moved(self, p: Placement, layer: LayerSpec, depth: int) -> float:
         """Bytes of cached K and V that lie on the host and must come to the device to be attended to there."""
@@ -191,11 +199,11 @@ class CostModel:
         return there * p.n_sequences * self._kv(p, layer, depth, count_self=False)
 
     def _exchanged(self, p: Placement, layer: LayerSpec, depth: int) -> int:
-        """q, k, v and attention's output of one token of every sequence, in float32, where the CPU attends."""
+        """What crosses for one token of every sequence where the CPU attends: its query, its rows, the output."""
         if p.kv == "stream" or self._here(p, layer, depth) == 1.0:
             return 0
-        width = layer.n_heads * (layer.head_dim_k + layer.head_dim_v) + layer.n_embd_k + layer.n_embd_v
-        return 4 * p.n_sequences * width
+        traffic = layer_traffic(layer, self._tier(p, layer), p, depth)
+        return traffic.to_device + traffic.to_host
 
     def _attention_s(self, p: Placement, layer: LayerSpec, depth: int) -> float:
         n_bytes, rates = p.n_sequences * self._kv(p, layer, depth), self._head(p)

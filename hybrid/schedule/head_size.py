@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from hybrid.model.records import TensorInfo
 from hybrid.model.spec import LayerSpec, ModelSpec
-from hybrid.schedule.kv_size import cached_tokens
+from hybrid.schedule.kv_size import cached_tokens, kv_bytes_per_token
+from hybrid.schedule.kv_tiers import CONVERT_BYTES, SHORT_TOKENS, Tiers, tiers
 from hybrid.schedule.placement import Placement
 
 QUANTISED = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 39})
 """GGUF types the head can hold as they are (`hybrid.head.dequant.SUPPORTED`); others are expanded at load."""
-CONVERT_BYTES = 16 << 20
-"""Float32 bytes of K and V converted at a time (`hybrid.head.attention`)."""
 TILE_TEMPORARY_BYTES = 10.6
 """Of one weight on its way from blocks to numbers: the most of all types (`hybrid.head.dequant`)."""
 
@@ -73,8 +72,11 @@ def activation_bytes(spec: ModelSpec, placement: Placement) -> int:
     if k == 0:
         return 0
     n = min(placement.n_batch, placement.n_ctx)
-    most = max(max(_feed_forward(spec, layer, n, placement), _attention(spec, layer, n, placement))
-               for layer in spec.layers[:k])  # fmt: skip
+    head = spec.layers[:k]
+    most = max(
+        max(_feed_forward(spec, layer, n, placement), _attention(spec, layer, tier, n, placement))
+        for layer, tier in zip(head, tiers(head, placement), strict=True)
+    )
     logits = 4 * placement.n_sequences * (spec.n_vocab + spec.n_embd) if k == spec.n_layers else 0
     return max(most, logits)
 
@@ -107,8 +109,9 @@ def _feed_forward(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placemen
     return int(4 * n * (5 * spec.n_embd + widths * n_ff))
 
 
-def _attention(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) -> int:
+def _attention(spec: ModelSpec, layer: LayerSpec, tier: Tiers, n: int, placement: Placement) -> int:
     """Embedding, residual and norm (3 E), q, k and v before and q and k after rotation, and attention itself."""
+    far = tier.host > 0 and placement.kv != "stream"  # some keys lie in host memory, for the CPU or to come in blocks
     q, kv = layer.n_heads * layer.head_dim_k, layer.n_embd_k + layer.n_embd_v
     out = layer.n_heads * layer.head_dim_v
     before = 4 * n * (3 * spec.n_embd + 2 * q + kv + layer.n_embd_k)
@@ -116,16 +119,25 @@ def _attention(spec: ModelSpec, layer: LayerSpec, n: int, placement: Placement) 
     rows = min(policy(placement.device).rows, n)
     # Query heads that share a KV head are rows of one: the mask has as many; a boolean and one in the products' type.
     masked = layer.n_heads // layer.n_kv_heads * rows if n > 1 else 0
-    if not policy(placement.device).expand:
+    if not policy(placement.device).expand and not far:
         return before + n * (2 * q + 8 * out) + 4 * masked * keys
-    attended = before + 8 * n * out
-    if placement.kv_dtype == "f32" and not layer.attn_softcap:
+    stored = 0 if placement.kv_dtype == "f32" else kv_bytes_per_token(layer, placement.kv_dtype)
+    attended = before + 8 * n * out + (n * stored if far else 0)
+    if placement.kv_dtype == "f32" and not layer.attn_softcap and not far:
         return attended + (5 * masked + rows) * keys
     # On the way to a full context both ways are taken: keys converted whole, then a running softmax over blocks.
     block = min(keys, CONVERT_BYTES // (4 * kv))
-    whole = attended + 4 * block * kv + (5 * masked + rows) * block
-    if block == keys and not layer.attn_softcap:
-        return whole
+    converted = 4 * kv if stored else 0
+    unpacking = 5 * layer.n_embd_v if placement.kv_dtype == "q8_0" else 0  # V's bytes and numbers without their scale
+    whole = 0
+    if not far:
+        whole = attended + converted * block + max((5 * masked + rows) * block, unpacking * block)
+        if block == keys and not layer.attn_softcap:
+            return whole
+    elif n <= SHORT_TOKENS:
+        keys = min(keys, tier.device)
+        block = min(block, keys)
     scores = rows * block * (4 * layer.n_heads + 2) + 4 * rows * (q + out)
-    beside = max(scores, 4 * min(block, keys - block) * kv)  # the next block is read before the last is dropped
-    return max(whole, attended + 16 * n * layer.n_heads + 4 * block * kv + beside)
+    following = min(block, keys - block)  # the next block is read before the last is dropped
+    beside = max(scores, (converted + unpacking) * following, unpacking * block)
+    return max(whole, attended + 16 * n * layer.n_heads + converted * block + beside)

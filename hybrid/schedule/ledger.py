@@ -16,9 +16,9 @@ from hybrid.schedule.kv_size import (
     cached_tokens,
     kv_bytes,
     kv_bytes_per_token,
-    layer_kv_bytes,
     llama_layer_kv_bytes,
 )
+from hybrid.schedule.kv_tiers import kv_staging, tiers
 from hybrid.schedule.placement import Placement
 
 __all__ = ["Books", "Dynamic", "Ledger", "Static", "cached_tokens", "kv_bytes", "kv_bytes_per_token", "ledger_of"]
@@ -141,6 +141,7 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
     head, tail = spec.layers[:k], spec.layers[k:]
     all_on_device = k == n_layers
     on_device, on_host = _head_kv(spec, placement)
+    passing, waiting = kv_staging(spec.layers[:k], placement)
     gpu = k > 0 and device != "cpu"
     device_books = Books(
         Static(
@@ -148,10 +149,10 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
             output_head=head_size.output_head_bytes(spec, device) if all_on_device else 0,
         ),
         Dynamic(
-            kv=on_device,
+            kv=tuple(size for size in on_device if size),
             activations=head_size.activation_bytes(spec, placement),
             workspace=head_size.workspace_bytes(spec, placement),
-            staging=2 * max(on_host, default=0) if placement.kv == "stream" else 0,
+            staging=passing,
             runtime=CUDA_CONTEXT_BYTES if gpu and device.startswith("cuda") else 0,
         ),
     )
@@ -167,12 +168,13 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
     host = Books(
         static,
         Dynamic(
-            kv=on_host + tuple(llama_layer_kv_bytes(layer, placement) for layer in (*empty, *tail)),
+            kv=tuple(size for size in on_host if size)
+            + tuple(llama_layer_kv_bytes(layer, placement) for layer in (*empty, *tail)),
             workspace=llama_size.work_bytes(spec, placement)
             + (TORCH_CPU_SCRATCH_BYTES if k > 0 and device == "cpu" else 0),
             compute=llama_size.compute_bytes(spec, placement),
             output=llama_size.output_bytes(spec, placement),
-            staging=_host_staging(spec, placement) if gpu else 0,
+            staging=waiting + (_host_staging(spec, placement) if gpu else 0),
             vocabulary=llama_size.vocabulary_bytes(spec),
             runtime=PYTHON_BYTES + (TORCH_BYTES if k > 0 else 0),
         ),
@@ -182,21 +184,14 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
 
 
 def _head_kv(spec: ModelSpec, placement: Placement) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """K and V of the head's layers, by where the strategy keeps them: on the device, on the host."""
-    on_device, on_host = [], []
-    room = placement.kv_budget
-    for layer in spec.layers[: placement.n_gpu_layers]:
-        size = layer_kv_bytes(layer, placement)
-        if placement.kv == "device" or (layer.window and placement.kv_keep_sliding):
-            on_device.append(size)
-        elif placement.kv == "tiered":
-            here = size if room is None else min(size, room)
-            room = None if room is None else room - here
-            on_device.append(here)
-            on_host.append(size - here)
-        else:
-            on_host.append(size)
-    return tuple(on_device), tuple(on_host)
+    """K and V of each of the head's layers: bytes on the device, and on the host."""
+    head = spec.layers[: placement.n_gpu_layers]
+    rows = [placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype) for layer in head]
+    found = tiers(head, placement)
+    return (
+        tuple(tier.device * size for tier, size in zip(found, rows, strict=True)),
+        tuple(tier.host * size for tier, size in zip(found, rows, strict=True)),
+    )
 
 
 def _host_staging(spec: ModelSpec, placement: Placement) -> int:

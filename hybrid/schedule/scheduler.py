@@ -12,6 +12,7 @@ from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
 from hybrid.schedule import facts
 from hybrid.schedule.budget import VRAM_RESERVE, Budget, mib, ram_budget
+from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
@@ -23,8 +24,8 @@ DEFAULT_N_BATCH = 512
 SPLIT_N_BATCH = 128
 """The chunk where both halves work: the smaller it is, the sooner the tail starts, until overhead eats the gain
 (`scripts/bench_split.py` sweeps it; 64 and 128 are equally fast there, 512 is a tenth to a sixth slower)."""
-KV_AVAILABLE: tuple[KVStrategy, ...] = ("device",)
-"""The strategies that the head has; the others can be planned, not run."""
+KV_AVAILABLE: tuple[KVStrategy, ...] = KV_STRATEGIES
+"""The strategies that the head has."""
 MAX_N_THREADS = 512
 """GGML_MAX_N_THREADS in llama.cpp's ggml.h."""
 CONTEXT_SHARE = 0.25
@@ -44,6 +45,9 @@ class Request:
     n_sequences: int = 1
     kv: str = "device"
     kv_dtype: str = "f16"
+    kv_budget: int | None = None
+    """Device bytes that `tiered` may use for K and V; None: the VRAM that is left."""
+    kv_keep_sliding: bool = True
     vram_reserve: int = VRAM_RESERVE
     """Bytes of the free VRAM that `auto` leaves to the desktop."""
 
@@ -77,6 +81,8 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         n_sequences=n_sequences,
         kv=kv,
         kv_dtype=kv_dtype,
+        kv_budget=_kv_budget(request),
+        kv_keep_sliding=bool(request.kv_keep_sliding),
     )
     n_ctx = _context(spec, base, request.n_ctx, notes)
     base = replace(base, n_ctx=n_ctx)
@@ -85,7 +91,9 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
-    placement = with_threads(base, spec, cores)
+    placement = with_kv_budget(with_threads(base, spec, cores), spec, request, notes)
+    if refusal := kv_refusal(spec, placement):
+        raise UnsupportedError(refusal)
     _check_memory(spec, placement, notes)
     return Plan(placement, tuple(notes))
 
@@ -118,6 +126,34 @@ def _checked_kv(request: Request) -> tuple[KVStrategy, KVDtype]:
     if strategy not in KV_AVAILABLE:
         raise UnsupportedError(f"The KV strategy {strategy!r} is not in this version; use --kv {KV_AVAILABLE[0]}.")
     return strategy, dtype
+
+
+def _kv_budget(request: Request) -> int | None:
+    budget = request.kv_budget
+    if budget is None:
+        return None
+    if request.kv != "tiered":
+        raise BadRequestError("kv_budget is what the device may hold of a tiered KV cache; use it with --kv tiered.")
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+        raise BadRequestError(f"kv_budget must be a whole number of bytes, 0 or more, not {budget!r}.")
+    return budget
+
+
+def with_kv_budget(placement: Placement, spec: ModelSpec, request: Request, notes: list[str]) -> Placement:
+    """The placement with the budget of `tiered`: what was asked for, or the VRAM that the rest leaves."""
+    if placement.kv != "tiered" or placement.kv_budget is not None or placement.n_gpu_layers == 0:
+        return placement
+    if placement.device == "cpu":
+        notes.append("Without --kv-budget an emulated device holds the whole KV cache: tiered is device then.")
+        return placement
+    free = _vram(placement.device)[0] - request.vram_reserve
+    left = max(0, free - ledger_of(spec, replace(placement, kv_budget=0)).vram_bytes)
+    whole = ledger_of(spec, placement)
+    if whole.vram_bytes <= free:
+        notes.append(f"The whole KV cache fits the {mib(free)} of VRAM that may be used.")
+        return placement
+    notes.append(f"{mib(left)} of VRAM for the most recent part of the KV cache; the rest is in host memory.")
+    return replace(placement, kv_budget=left)
 
 
 def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
@@ -193,6 +229,8 @@ def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, request: 
         return 0
     free, total = _vram(device)
     budget = Budget(vram_bytes=free - request.vram_reserve, ram_bytes=ram_budget())
+    if base.kv == "tiered" and base.kv_budget is None:
+        base = replace(base, kv_budget=0)  # layers first; what they leave is the cache's
     for k in sorted(find_splits(spec).allowed, reverse=True):
         placement = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
         ledger = ledger_of(spec, placement)
@@ -237,7 +275,13 @@ def with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
     else:
         head = max(1, cores // 2) if base.device == "cpu" else 1
         beside = max(1, cores - head)
-    return replace(base, n_threads_head=head, n_threads_tail=cores, n_threads_tail_batch=beside, n_threads_attend=cores)
+    attend = cores
+    if base.kv == "tiered":  # the only strategy that attends on both sides at once
+        head = min(head, max(1, cores // 2))
+        attend = max(1, cores - head)
+    return replace(
+        base, n_threads_head=head, n_threads_tail=cores, n_threads_tail_batch=beside, n_threads_attend=attend
+    )
 
 
 def _check_memory(spec: ModelSpec, placement: Placement, notes: list[str]) -> None:

@@ -68,6 +68,7 @@ def test_version_is_the_packages(run: Run) -> None:
         (["generate", "--temp", "hot", "-p", "x"], "hot"),
         (["generate", "--frobnicate"], "--frobnicate"),
         (["generate", "--kv", "cloud", "-p", "x"], "cloud"),
+        (["generate", "--kv", "tiered", "--kv-budget", "much", "-p", "x"], "amount of memory"),
         (["generate", "-p", "x", "-f", "y"], "not both"),
         (["generate", "-f", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["chat"], "no message"),

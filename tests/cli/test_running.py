@@ -46,6 +46,31 @@ def test_generate_prints_one_json_object_and_nothing_else(split: list[str], tiny
     assert set(result["memory"]) == {"device_bytes", "host_bytes"}
 
 
+def test_a_kv_strategy_changes_where_the_cache_is_and_not_the_text(tiny_gemma: Path, run: Run) -> None:
+    options = (
+        "-p",
+        "the world " * 40,
+        "-n",
+        "12",
+        "--temp",
+        "0",
+        "-t",
+        "1",
+        "-ngl",
+        "all",
+        "--device",
+        "cpu",
+        "--json",
+    )
+    device, tiered = (
+        json.loads(run("generate", tiny_gemma, *options, *more).stdout)
+        for more in ((), ("--kv", "tiered", "--kv-budget", "500K", "--no-kv-keep-sliding", "--kv-type", "f16"))
+    )
+    assert tiered["tokens"] == device["tokens"]
+    placed = {"kv": "tiered", "kv_budget": 500 << 10, "kv_keep_sliding": False, "kv_dtype": "f16"}
+    assert {key: tiered["placement"][key] for key in placed} == placed
+
+
 def test_text_and_json_say_the_same_whatever_the_prompt_comes_through(tiny: Path, run: Run, tmp_path: Path) -> None:
     options = ("-n", "12", "--temp", "0", "-t", "1")
     text = json.loads(run("generate", tiny, "-p", "the world", "--json", *options).stdout)["text"]

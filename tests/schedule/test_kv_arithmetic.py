@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid.schedule.kv_size import kv_bytes, kv_bytes_per_token, llama_cells
+from hybrid.schedule.kv_tiers import SPILL_TOKENS
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
@@ -89,10 +90,11 @@ def test_a_kv_strategy_moves_the_same_bytes_to_the_host() -> None:
 def test_tiered_keeps_what_its_budget_allows() -> None:
     base = replace(ALL_ON_GPU, n_ctx=4096, kv="tiered")
     everything = 4096 * 32 * 4096
-    for budget, here in ((None, everything), (0, 0), (100 << 20, 100 << 20), (1 << 40, everything)):
+    a_block = SPILL_TOKENS * 32 * 4096
+    for budget, here in ((None, everything), (0, 0), (100 << 20, 96 << 20), (1 << 40, everything)):
         ledger = ledger_of(LLAMA_3_8B, replace(base, kv_budget=budget))
-        assert sum(ledger.device.dynamic.kv) == here
-        assert ledger.kv_bytes == everything
+        assert sum(ledger.device.dynamic.kv) == here  # 100 MiB are 800 tokens, or 12 whole blocks and a half
+        assert ledger.kv_bytes == everything + (a_block if 0 < here < everything else 0)
 
 
 def test_windowed_layers_stay_on_the_device_unless_they_are_told_to_go() -> None:

@@ -15,16 +15,18 @@ from hybrid.head.activation import gelu
 from hybrid.head.dequant import SUPPORTED
 from hybrid.head.device import Compute
 from hybrid.head.head import Head
+from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear, Workspace
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.ggml_types import GGML_TYPES
 from hybrid.schedule import head_size
+from hybrid.schedule.kv_size import llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
-from hybrid.schedule.placement import KVDtype, Placement
+from hybrid.schedule.placement import KVDtype, KVStrategy, Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
 from hybrid.tail.dry_run import dry_run
-from scripts.live_bytes import LiveBytes
+from scripts.live_bytes import LiveBytes, pretend_full
 from tests.schedule.sparse import write_sparse
 from tests.tiny import vocabulary, write_tiny
 
@@ -58,9 +60,7 @@ def measure_head(file: ModelFile, placement: Placement) -> int:
     spec = read_spec(file)
     head = Head(file, spec, placement)
     first = placement.n_ctx - placement.n_batch
-    for kv in head.cache._layers:  # type: ignore[attr-defined]  # what the cache holds does not matter, that it is full does
-        kv.end = [first] * placement.n_sequences
-        kv.first = [max(0, first - kv.capacity)] * placement.n_sequences
+    pretend_full(head.cache, first)
     n = placement.n_batch
     with LiveBytes() as count:
         hidden = head.forward(np.ones(n, int), np.arange(first, first + n), np.zeros(n, int))
@@ -90,6 +90,35 @@ def test_the_heads_bytes_are_its_live_storages(architecture: str, tmp_path: Path
             predicted, measured = ledger_of(spec, placement).vram_bytes, measure_head(file, placement)
             assert close(predicted, measured, share=0.1, slack=MIB), (placement, predicted, measured)
             assert predicted >= 0.98 * measured
+
+
+@pytest.mark.parametrize("kv", ["stream", "attend", "tiered"])
+@pytest.mark.parametrize("dtype", ["f16", "f32", "q8_0"])
+def test_the_bytes_of_a_cache_on_the_host(kv: KVStrategy, dtype: KVDtype, tmp_path: Path) -> None:
+    """On both sides of the bus, whatever the strategy: what waits in host memory, and what passes through buffers."""
+    cases = [("llama", 4, 4096, 64, True), ("llama", 2, 1024, 8, True), ("gemma3", 3, 2048, 256, False)]
+    for architecture, k, n_ctx, n_batch, keep in cases:
+        path = write_tiny(tmp_path / "m.gguf", architecture, n_layers=4, n_ctx=4096, head_dim=256, window=128)
+        placement = Placement(
+            device="cpu",
+            n_gpu_layers=k,
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_sequences=2,
+            kv=kv,
+            kv_dtype=dtype,
+            kv_budget=3 * MIB if kv == "tiered" else None,
+            kv_keep_sliding=keep,
+        )
+        with ModelFile(path) as file:
+            spec = read_spec(file)
+            measured, ledger = measure_head(file, placement), ledger_of(spec, placement)
+        assert close(ledger.vram_bytes, measured, share=0.1, slack=MIB), (placement, ledger.vram_bytes, measured)
+        cache = open_cache(spec.layers[:k], placement, torch.device("cpu"))
+        tail = sum(llama_layer_kv_bytes(layer, placement) for layer in spec.layers[k:])
+        in_host = ledger.host.dynamic
+        assert cache.host_nbytes == sum(in_host.kv) - tail + in_host.staging
+        assert cache.nbytes == sum(ledger.device.dynamic.kv) + ledger.device.dynamic.staging
 
 
 def test_keys_too_many_to_convert_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hybrid.head.kv.bus import Moved
+
 
 class KVCache(Protocol):
     """Keys and values of the head's layers, for `n_sequences` sequences.
@@ -34,8 +36,8 @@ class KVCache(Protocol):
         """
         ...
 
-    def prefetch(self, layer: int) -> None:
-        """A hint that `layer` attends next; strategies that stream start copying."""
+    def prefetch(self, layer: int, positions: Tensor, seqs: Tensor) -> None:
+        """A hint that these tokens (as in `attend`) attend in `layer` next; strategies that stream start copying."""
         ...
 
     def trim(self, seq: int, n: int) -> int:
@@ -48,16 +50,39 @@ class KVCache(Protocol):
         ...
 
     def save(self, seq: int) -> bytes:
-        """The sequence's state, to be given to `load` of a cache of the same shape."""
+        """The sequence's state, to be given to `load` of a cache of the same shape, whatever its strategy."""
         ...
 
     def load(self, seq: int, state: bytes) -> int:
         """Replace `seq` by a saved state; returns its number of tokens. Raises BadRequestError if it does not fit."""
         ...
 
+    def close(self) -> None:
+        """Give back what it holds beside torch's memory. The cache is unusable afterwards."""
+        ...
+
+    alone: bool
+    """Whether nobody else computes on the CPU while it attends. Otherwise, what it computes there keeps to the head's
+    own threads."""
+
     @property
     def nbytes(self) -> int:
-        """Device bytes the cache holds."""
+        """Device bytes the cache holds, buffers for what comes from the host included."""
+        ...
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes it holds in host memory."""
+        ...
+
+    @property
+    def moved(self) -> Moved:
+        """Bytes that have crossed between host memory and the device for it so far, as the copies counted them."""
+        ...
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know, a sentence each."""
         ...
 
 

@@ -1,8 +1,9 @@
 """A sequence's K and V as bytes: a short header that describes itself, then the rows. No pickle.
 
 Layout: magic (8 bytes), header length and CRC-32 of all that follows (two little-endian uint32), the header as JSON
-(`version`, `dtype`, `layers`: [n_kv_heads, head_dim_k, head_dim_v, window] each, `n_tokens`, `first`: each layer's
-first position held), then for each layer K and V of positions first … n_tokens - 1, row by row.
+(`version`, `dtype`: float32, float16, bfloat16 or q8_0, `layers`: [n_kv_heads, head_dim_k, head_dim_v, window] each,
+`n_tokens`, `first`: each layer's first position held), then for each layer K and V of positions first … n_tokens - 1,
+row by row.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import BadRequestError
+from hybrid.head.kv.rows import RowFormat
 
 MAGIC = b"HYBRIDKV"
 VERSION = 1
 PREFIX = struct.Struct("<8sII")
 
 
-def pack(shape: list[list[int]], n_tokens: int, first: list[int], rows: Sequence[tuple[Tensor, Tensor]]) -> bytes:
+def pack(
+    stored: RowFormat, shape: list[list[int]], n_tokens: int, first: list[int], rows: Sequence[tuple[Tensor, Tensor]]
+) -> bytes:
     """The state of one sequence whose layers have `shape` and hold `rows` (K, V), each from position `first` on."""
-    dtype = str(rows[0][0].dtype).removeprefix("torch.")
     header = json.dumps(
-        {"version": VERSION, "dtype": dtype, "layers": shape, "n_tokens": n_tokens, "first": first}
+        {"version": VERSION, "dtype": _name(stored), "layers": shape, "n_tokens": n_tokens, "first": first}
     ).encode()
     parts = [header]
     parts += [x.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes() for pair in rows for x in pair]
@@ -40,11 +43,12 @@ def pack(shape: list[list[int]], n_tokens: int, first: list[int], rows: Sequence
 
 
 def unpack(
-    shape: list[list[int]], dtype: torch.dtype, state: bytes
+    stored: RowFormat, shape: list[list[int]], state: bytes
 ) -> tuple[int, list[int], list[tuple[Tensor, Tensor]]]:
     """(n_tokens, first, rows on the CPU) of a state. Raises BadRequestError unless it is whole and of this shape."""
     header, body = _open(state)
-    wanted = {"version": VERSION, "dtype": str(dtype).removeprefix("torch."), "layers": shape}
+    dtype = stored.dtype
+    wanted = {"version": VERSION, "dtype": _name(stored), "layers": shape}
     for key, value in wanted.items():
         if header.get(key) != value:
             raise BadRequestError(f"The saved state does not fit this cache: its {key} differs.")
@@ -54,7 +58,9 @@ def unpack(
     if any(type(f) is not int or not 0 <= f <= n for f in first):
         raise BadRequestError("The saved state is damaged: its header makes no sense.")
     sizes = [
-        (n - f, heads, dim) for f, (heads, dim_k, dim_v, _) in zip(first, shape, strict=True) for dim in (dim_k, dim_v)
+        (n - f, heads, stored.width(dim))
+        for f, (heads, dim_k, dim_v, _) in zip(first, shape, strict=True)
+        for dim in (dim_k, dim_v)
     ]
     if sum(math.prod(size) for size in sizes) * dtype.itemsize != len(body):
         raise BadRequestError("The saved state is damaged: its length does not match its header.")
@@ -63,6 +69,10 @@ def unpack(
     flat = torch.split(values, [math.prod(size) for size in sizes])
     tensors = [x.view(size) for x, size in zip(flat, sizes, strict=True)]
     return n, first, list(zip(tensors[0::2], tensors[1::2], strict=True))
+
+
+def _name(stored: RowFormat) -> str:
+    return stored.name if stored.packed else str(stored.dtype).removeprefix("torch.")
 
 
 def _open(state: bytes) -> tuple[dict[str, Any], memoryview]:

@@ -1,8 +1,10 @@
-"""The device KV cache against full attention over everything a sequence ever held."""
+"""Every KV strategy against full attention over everything a sequence ever held."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import BadRequestError, OutOfMemoryError
+from hybrid.head import attention
+from hybrid.head.kv import host
 from hybrid.head.kv.base import KVCache
-from hybrid.head.kv.device import DeviceKVCache, kv_bytes
+from hybrid.head.kv.cache import open_cache
 from hybrid.model.spec import FfnSpec, LayerSpec
+from hybrid.schedule import kv_tiers
+from hybrid.schedule.kv_tiers import kv_staging, tiers
 from hybrid.schedule.ledger import cached_tokens, kv_bytes_per_token
-from hybrid.schedule.placement import Placement
+from hybrid.schedule.placement import KVDtype, Placement
+from scripts.live_bytes import LiveBytes
 from tests.head.test_attention import definition
 
 CPU = torch.device("cpu")
@@ -32,6 +39,21 @@ LAYERS = [layer(i, window) for i, window in enumerate(WINDOWS)]
 PLACEMENT = Placement(
     device="cpu", n_gpu_layers=len(LAYERS), n_ctx=N_CTX, n_batch=N_BATCH, n_sequences=N_SEQUENCES, kv_dtype="f32"
 )
+
+A_TOKEN = 4 * 2 * (8 + 4) * N_SEQUENCES
+"""Bytes of a token of every sequence in one layer."""
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "stream": {"kv": "stream"},
+    "stream, windows too": {"kv": "stream", "kv_keep_sliding": False},
+    "attend": {"kv": "attend"},
+    "attend, windows too": {"kv": "attend", "kv_keep_sliding": False},
+    "tiered without limit": {"kv": "tiered"},
+    "tiered without room": {"kv": "tiered", "kv_budget": 0},
+    "tiered": {"kv": "tiered", "kv_budget": 12 * A_TOKEN},
+    "tiered, windows too": {"kv": "tiered", "kv_budget": 4 * 4 * A_TOKEN + 40, "kv_keep_sliding": False},
+}
+"""Every way of placing the cache; the last two keep 12 and 4 tokens of each sequence on the device."""
 
 
 class Everything:
@@ -67,7 +89,7 @@ def feed(
         q = rng.standard_normal((total, 4, 8)).astype(np.float32)
         k = rng.standard_normal((total, 2, 8)).astype(np.float32)
         v = rng.standard_normal((total, 2, 4)).astype(np.float32)
-        cache.prefetch(i)
+        cache.prefetch(i, positions, seqs)
         got = cache.attend(i, *map(torch.from_numpy, (q, k, v)), positions, seqs).numpy()
         if oracle is None:
             continue
@@ -79,13 +101,28 @@ def feed(
             start += n
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """Blocks that a tiny context has several of, and chunks that are long although they are tiny."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_tiers, "SPILL_TOKENS", 4)
+        for module in (host, kv_tiers):
+            patch.setattr(module, "SHORT_TOKENS", 3)
+        for module in (attention, kv_tiers):
+            patch.setattr(module, "CONVERT_BYTES", 4 * 24 * 5)
+        yield
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data(), swa_full=st.booleans())
 def test_any_history_of_chunks_trims_copies_and_restores_attends_as_if_all_were_kept(
-    data: st.DataObject, swa_full: bool
+    strategy: str, data: st.DataObject, swa_full: bool
 ) -> None:
-    cache, oracle = DeviceKVCache(LAYERS, replace(PLACEMENT, swa_full=swa_full), CPU), Everything()
+    placement = replace(PLACEMENT, swa_full=swa_full, **STRATEGIES[strategy])
+    cache, oracle = open_cache(LAYERS, placement, CPU), Everything()
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    longest = [0] * N_SEQUENCES  # that each sequence has been since it was empty: a ring may have lost what was before
     for _ in range(data.draw(st.integers(1, 14))):
         seq = data.draw(st.integers(0, N_SEQUENCES - 1))
         action = data.draw(st.sampled_from(["feed", "feed", "feed", "trim", "copy", "restore"]))
@@ -99,7 +136,7 @@ def test_any_history_of_chunks_trims_copies_and_restores_attends_as_if_all_were_
             n = data.draw(st.integers(0, oracle.length(seq)))
             kept = cache.trim(seq, n)
             assert kept in (n, 0)
-            if swa_full or n == oracle.length(seq) or oracle.length(seq) <= N_BATCH:
+            if swa_full or n == oracle.length(seq) or longest[seq] <= N_BATCH:
                 assert kept == n  # nothing can have been lost
             oracle.cut(seq, kept)
         elif action == "copy":
@@ -111,29 +148,43 @@ def test_any_history_of_chunks_trims_copies_and_restores_attends_as_if_all_were_
                 assert n < oracle.length(seq)
             else:
                 oracle.cut(dst, n, source=seq)
+                longest[dst] = longest[seq]
         else:
             dst = data.draw(st.integers(0, N_SEQUENCES - 1))
             assert cache.load(dst, cache.save(seq)) == oracle.length(seq)
             oracle.cut(dst, oracle.length(seq), source=seq)
+            longest[dst] = longest[seq]
+        longest = [max(n, oracle.length(s)) if oracle.length(s) else 0 for s, n in enumerate(longest)]
     feed(cache, [(s, oracle.length(s), 1) for s in range(N_SEQUENCES) if oracle.length(s) < N_CTX], rng, oracle)
 
 
 @pytest.mark.parametrize("swa_full", [False, True])
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
-def test_bytes_are_the_ledger_s(swa_full: bool, dtype: str) -> None:
+def test_bytes_on_the_device_are_each_layers_room(swa_full: bool, dtype: KVDtype) -> None:
     placement = replace(PLACEMENT, swa_full=swa_full, kv_dtype=dtype)
-    cache = DeviceKVCache(LAYERS, placement, CPU)
-    by_hand = sum(
-        N_SEQUENCES * cached_tokens(spec, placement) * kv_bytes_per_token(spec, placement.kv_dtype) for spec in LAYERS
-    )
-    assert cache.nbytes == kv_bytes(LAYERS, placement) == by_hand
-    before = cache.nbytes
+    cache = open_cache(LAYERS, placement, CPU)
+    by_hand = sum(N_SEQUENCES * cached_tokens(spec, placement) * kv_bytes_per_token(spec, dtype) for spec in LAYERS)
+    assert cache.nbytes == by_hand
     feed(cache, [(0, 0, N_BATCH)], np.random.default_rng(0), None)
-    assert cache.nbytes == before
+    assert cache.nbytes == by_hand
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", ["f32", "f16"])
+def test_bytes_on_both_sides_are_the_ledgers(strategy: str, dtype: KVDtype) -> None:
+    placement = replace(PLACEMENT, kv_dtype=dtype, **STRATEGIES[strategy])
+    with LiveBytes() as count:
+        cache = open_cache(LAYERS, placement, CPU)
+    between = kv_staging(LAYERS, placement)
+    rows = [N_SEQUENCES * kv_bytes_per_token(spec, dtype) for spec in LAYERS]
+    found = tiers(LAYERS, placement)
+    assert cache.nbytes == sum(t.device * size for t, size in zip(found, rows, strict=True)) + between[0]
+    assert cache.host_nbytes == sum(t.host * size for t, size in zip(found, rows, strict=True)) + between[1]
+    assert count.now == cache.nbytes + cache.host_nbytes
 
 
 def test_a_trim_past_the_window_empties_the_sequence_and_no_other() -> None:
-    cache, rng = DeviceKVCache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0)
+    cache, rng = open_cache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0)
     for p0 in range(0, 36, N_BATCH):
         feed(cache, [(0, p0, N_BATCH), (1, p0, N_BATCH)], rng, None)
     assert cache.trim(1, 33) == 33
@@ -143,7 +194,7 @@ def test_a_trim_past_the_window_empties_the_sequence_and_no_other() -> None:
 
 
 def test_a_forward_that_stopped_between_layers_can_be_trimmed_away() -> None:
-    cache, rng, oracle = DeviceKVCache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0), Everything()
+    cache, rng, oracle = open_cache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0), Everything()
     feed(cache, [(0, 0, 5)], rng, oracle)
     x = torch.ones(2, 4, 8), torch.ones(2, 2, 8), torch.ones(2, 2, 4)
     cache.attend(0, *x, torch.tensor([5, 6]), torch.tensor([0, 0]))
@@ -163,18 +214,20 @@ def test_a_forward_that_stopped_between_layers_can_be_trimmed_away() -> None:
 )
 def test_a_batch_that_cannot_be_stored_is_refused(parts: list[tuple[int, int, int]], message: str) -> None:
     with pytest.raises(BadRequestError, match=message):
-        feed(DeviceKVCache(LAYERS, PLACEMENT, CPU), parts, np.random.default_rng(0), None)
+        feed(open_cache(LAYERS, PLACEMENT, CPU), parts, np.random.default_rng(0), None)
 
 
 def test_a_cache_that_does_not_fit_names_the_bytes() -> None:
     placement = replace(PLACEMENT, n_ctx=1 << 44)
-    with pytest.raises(OutOfMemoryError, match=f"{kv_bytes(LAYERS, placement):,} bytes"):
-        DeviceKVCache(LAYERS, placement, CPU)
+    by_hand = sum(N_SEQUENCES * cached_tokens(spec, placement) * kv_bytes_per_token(spec, "f32") for spec in LAYERS)
+    with pytest.raises(OutOfMemoryError, match=f"{by_hand:,} bytes"):
+        open_cache(LAYERS, placement, CPU)
 
 
-def test_q8_0_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UnsupportedError, match="q8_0"):
-        DeviceKVCache(LAYERS, replace(PLACEMENT, kv_dtype="q8_0"), CPU)
+def test_a_cache_in_host_memory_that_does_not_fit_names_its_bytes() -> None:
+    placement = replace(PLACEMENT, n_ctx=1 << 44, kv="attend")
+    with pytest.raises(OutOfMemoryError, match=f"{N_SEQUENCES * (8 * 2 * 4) << 44:,} bytes"):
+        open_cache(LAYERS[:1], placement, CPU)
 
 
 class TestState:
@@ -182,36 +235,36 @@ class TestState:
 
     @pytest.fixture
     def state(self) -> bytes:
-        cache, rng = DeviceKVCache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0)
+        cache, rng = open_cache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0)
         for p0 in (0, 6, 12, 18):
             feed(cache, [(1, p0, 6)], rng, None)
         return cache.save(1)
 
     def test_saving_a_loaded_state_gives_the_same_bytes(self, state: bytes) -> None:
-        cache = DeviceKVCache(LAYERS, PLACEMENT, CPU)
+        cache = open_cache(LAYERS, PLACEMENT, CPU)
         assert cache.load(2, state) == 24
         assert cache.save(2) == state
 
     @pytest.mark.parametrize("dtype", ["f16", "bf16"])
     def test_half_precision_survives(self, dtype: str) -> None:
-        cache, rng = DeviceKVCache(LAYERS, replace(PLACEMENT, kv_dtype=dtype), CPU), np.random.default_rng(0)
+        cache, rng = open_cache(LAYERS, replace(PLACEMENT, kv_dtype=dtype), CPU), np.random.default_rng(0)
         feed(cache, [(0, 0, 6)], rng, None)
         assert cache.load(1, cache.save(0)) == 6
         assert cache.save(1) == cache.save(0)
 
     def test_an_empty_sequence_can_be_saved(self) -> None:
-        cache = DeviceKVCache(LAYERS, PLACEMENT, CPU)
+        cache = open_cache(LAYERS, PLACEMENT, CPU)
         assert cache.load(1, cache.save(0)) == 0
 
     def test_a_state_fits_a_cache_of_another_context_and_batch_size(self, state: bytes) -> None:
-        cache = DeviceKVCache(LAYERS, replace(PLACEMENT, n_ctx=24, n_batch=3), CPU)
+        cache = open_cache(LAYERS, replace(PLACEMENT, n_ctx=24, n_batch=3), CPU)
         assert cache.load(0, state) == 24
         assert cache.trim(0, 23) == 23
 
     @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def test_damaged_bytes_are_refused(self, data: st.DataObject) -> None:
-        cache = DeviceKVCache(LAYERS, PLACEMENT, CPU)
+        cache = open_cache(LAYERS, PLACEMENT, CPU)
         feed(cache, [(0, 0, 6)], np.random.default_rng(0), None)
         state = cache.save(0)
         at = data.draw(st.integers(0, len(state) - 1))
@@ -234,4 +287,4 @@ class TestState:
         self, state: bytes, placement: Placement, layers: list[LayerSpec], message: str
     ) -> None:
         with pytest.raises(BadRequestError, match=message):
-            DeviceKVCache(layers, placement, CPU).load(0, state)
+            open_cache(layers, placement, CPU).load(0, state)

@@ -1,0 +1,135 @@
+"""Where a KV strategy keeps the rows of each layer, and what a token moves over the bus: arithmetic that the caches of
+the head, the Ledger and the cost model share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybrid.model.spec import LayerSpec, ModelSpec
+from hybrid.schedule.kv_size import cached_tokens, kv_bytes_per_token, layer_kv_bytes, visible_tokens
+from hybrid.schedule.placement import Placement
+
+SPILL_TOKENS = 64
+"""Tokens that `tiered` moves from the device to the host at a time: few copies, and little room they leave unused."""
+
+CONVERT_BYTES = 16 << 20
+"""Float32 bytes of K and V that are converted, or fetched from host memory, at a time (`hybrid.head.attention`)."""
+SHORT_TOKENS = 8
+"""Tokens of one sequence up to which the CPU attends to what lies in host memory; of more, each row it would read is
+used so often that bringing the rows to the device is right."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Rows per sequence that one layer has room for, on the device and in host memory."""
+
+    device: int
+    host: int
+
+    def split(self, end: int) -> int:
+        """Of a sequence that grew to `end` tokens, the first position that lies on the device."""
+        if not self.host:
+            return 0
+        return -(-max(0, end - self.device) // SPILL_TOKENS) * SPILL_TOKENS if self.device else end
+
+
+def tiers(layers: Sequence[LayerSpec], placement: Placement) -> list[Tiers]:
+    """Each layer's tiers.
+
+    `tiered` keeps the same number of recent tokens of every sequence in every layer: a whole number of blocks, as many
+    as its budget allows. Windowed layers that stay on the device (`kv_keep_sliding`) do not count against the budget.
+    """
+    caps = [cached_tokens(layer, placement) for layer in layers]
+    stay = [placement.kv == "device" or bool(layer.window and placement.kv_keep_sliding) for layer in layers]
+    recent = 0
+    if placement.kv == "tiered":
+        moving = [
+            (cap, placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype))
+            for layer, cap, stays in zip(layers, caps, stay, strict=True)
+            if not stays
+        ]
+        recent = _recent(moving, placement.kv_budget, placement.n_ctx)
+    found = []
+    for cap, stays in zip(caps, stay, strict=True):
+        device = cap if stays else min(cap, recent)
+        slack = SPILL_TOKENS if device else 0  # a block is moved whole, before there is need for all of it
+        found.append(Tiers(device, 0 if device == cap else min(cap, cap - device + slack)))
+    return found
+
+
+def _recent(moving: Sequence[tuple[int, int]], budget: int | None, n_ctx: int) -> int:
+    """Most tokens that layers of (room, bytes a token) may keep: all, or a number of blocks that fits the budget."""
+
+    def fits(tokens: int) -> bool:
+        return budget is None or sum(min(cap, tokens) * size for cap, size in moving) <= budget
+
+    if fits(n_ctx):
+        return n_ctx
+    low, high = 0, n_ctx // SPILL_TOKENS + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * SPILL_TOKENS) else (low, middle)
+    return low * SPILL_TOKENS
+
+
+def kv_staging(layers: Sequence[LayerSpec], placement: Placement) -> tuple[int, int]:
+    """Bytes of the buffers that K and V of the head's layers pass through, on the device and in host memory.
+
+    stream: two buffers that take turns, each as large as its largest user. attend, tiered: two blocks of rows on the
+    device; in host memory the queries of a short batch, and what the CPU makes of them.
+    """
+    far = [(layer, tier.host) for layer, tier in zip(layers, tiers(layers, placement), strict=True) if tier.host]
+    if not far:
+        return 0, 0
+    if placement.kv == "stream":
+        sizes = [layer_kv_bytes(layer, placement) for layer, _ in far]
+        return sum(max(turn, default=0) for turn in (sizes[0::2], sizes[1::2])), 0
+    blocks = [min(room, block_tokens(layer)) * kv_bytes_per_token(layer, placement.kv_dtype) for layer, room in far]
+    queries = max(layer.n_heads * layer.head_dim_k for layer, _ in far)
+    results = max(layer.n_heads * (layer.head_dim_v + 1) for layer, _ in far)
+    return 2 * max(blocks), 4 * SHORT_TOKENS * placement.n_sequences * (queries + results)
+
+
+def block_tokens(layer: LayerSpec) -> int:
+    """Keys that are converted, or fetched from host memory, at a time."""
+    return max(1, CONVERT_BYTES // (4 * (layer.n_embd_k + layer.n_embd_v)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes over the bus, each way."""
+
+    to_device: int = 0
+    to_host: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.to_device + other.to_device, self.to_host + other.to_host)
+
+
+def step_traffic(spec: ModelSpec, placement: Placement, depth: int) -> Traffic:
+    """What one step of decode moves for the head's KV cache: every sequence gets a token after `depth` of them."""
+    head = spec.layers[: placement.n_gpu_layers]
+    found = zip(head, tiers(head, placement), strict=True)
+    return sum((layer_traffic(layer, tier, placement, depth) for layer, tier in found), Traffic())
+
+
+def layer_traffic(layer: LayerSpec, tier: Tiers, placement: Placement, depth: int) -> Traffic:
+    """One layer's share of `step_traffic`.
+
+    stream: what the token sees comes, its own row goes. Otherwise, where it sees rows on the host: its query goes and
+    attention's output comes, in float32, with a log-sum-exp a head where the device attends too; and rows that have
+    no room on the device (any more) go.
+    """
+    if not tier.host:
+        return Traffic()
+    row, sequences = kv_bytes_per_token(layer, placement.kv_dtype), placement.n_sequences
+    if placement.kv == "stream":
+        return Traffic(sequences * visible_tokens(layer, depth) * row, sequences * row)
+    before, after = tier.split(depth), tier.split(depth + 1)
+    to_host = (after - before) * row
+    to_device = 0
+    if after > depth - visible_tokens(layer, depth):
+        to_host += 4 * layer.n_heads * layer.head_dim_k
+        to_device = 4 * layer.n_heads * (layer.head_dim_v + (1 if tier.device else 0))
+    return Traffic(sequences * to_device, sequences * to_host)
