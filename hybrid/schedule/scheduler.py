@@ -42,6 +42,7 @@ class Request:
     n_ubatch: int | None = None
     n_threads: int | None = None
     n_sequences: int = 1
+    n_draft: int = 0
     kv: str = "device"
     kv_dtype: str = "f16"
     vram_reserve: int = VRAM_RESERVE
@@ -75,6 +76,7 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         n_gpu_layers=layers or 0,
         n_ctx=1,
         n_sequences=n_sequences,
+        n_draft=_natural("n_draft", request.n_draft),
         kv=kv,
         kv_dtype=kv_dtype,
     )
@@ -102,6 +104,10 @@ def _positive(name: str, value: object, most: int = 2**31 - 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise BadRequestError(f"{name} must be a whole number between 1 and {most}, not {value!r}.")
     return value
+
+
+def _natural(name: str, value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else _positive(name, value)
 
 
 def _checked_kv(request: Request) -> tuple[KVStrategy, KVDtype]:

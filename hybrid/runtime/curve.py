@@ -1,0 +1,128 @@
+"""The batch curve: what a step costs by the number of tokens in it. Measured once for a model as it is placed, kept as
+numbers in the user's cache directory, and read from there ever after."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid.runtime.engine import Engine
+from hybrid.schedule import facts
+from hybrid.schedule.machine_store import cache_dir
+
+VERSION = 1
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+N_BEFORE = 32
+"""Tokens that the sequence holds before each measured step."""
+ROUNDS, PATIENCE_S = 5, 6.0
+"""Measured rounds; no further one begins after that many seconds."""
+
+
+@dataclass(frozen=True)
+class BatchCurve:
+    """The cost of a step of `sizes` tokens, in steps of one token; between them and beyond, straight lines."""
+
+    sizes: tuple[int, ...]
+    costs: tuple[float, ...]
+
+    def cost(self, n: int) -> float:
+        """Of a step of n tokens (1 or more)."""
+        sizes, costs = self.sizes, self.costs
+        i = next((i for i, size in enumerate(sizes) if size >= n), len(sizes) - 1)
+        if sizes[i] == n or i == 0:
+            return costs[i]
+        return costs[i - 1] + (costs[i] - costs[i - 1]) * (n - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return {name: list(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> BatchCurve:
+        """What `to_dict` gave. Raises ValueError, TypeError or KeyError for anything else."""
+        sizes, costs = tuple(map(int, stored["sizes"])), tuple(map(float, stored["costs"]))
+        if len(sizes) != len(costs) or sizes[:1] != (1,) or costs[:1] != (1.0,) or list(sizes) != sorted(set(sizes)):
+            raise ValueError("not a batch curve")
+        if not all(1 <= cost < float("inf") for cost in costs):
+            raise ValueError("not a batch curve")
+        return cls(sizes, costs)
+
+
+def curve_of(engine: Engine, cache: Path | None = None) -> BatchCurve:
+    """The curve of this engine: the one kept, or it is measured now (which empties sequence 0) and kept."""
+    path = (cache or cache_dir()) / f"batch-{_key(engine)}.json"
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return BatchCurve.from_dict(json.loads(path.read_text()))
+    curve = measure(engine)
+    _keep(path, curve)
+    return curve
+
+
+def measure(engine: Engine) -> BatchCurve:
+    """Time steps of each size in sequence 0, interleaved; the median of each. Sequence 0 is empty afterwards.
+
+    A curve never falls: what a larger step seems to cost less than a smaller one is noise.
+    """
+    placement = engine.placement
+    before = min(N_BEFORE, placement.n_ctx // 2)
+    most = max(1, min(placement.n_outputs, placement.n_batch, placement.n_ctx - before))
+    sizes = [size for size in SIZES if size <= most]
+    token = max(0, engine.vocabulary.bos)
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
+    began = time.perf_counter()
+    engine.trim(0)
+    engine.evaluate([token] * before)
+    for number in range(ROUNDS + 1):
+        for size in sizes:
+            start = time.perf_counter()
+            step = engine.begin({0: [token] * size})
+            try:
+                engine.complete(step)
+            except BaseException:
+                engine.abandon([step])
+                raise
+            if number or time.perf_counter() - began > PATIENCE_S:  # the first round warms up
+                seconds[size].append(time.perf_counter() - start)
+            engine.trim(before)
+        if all(seconds.values()) and time.perf_counter() - began > PATIENCE_S:
+            break
+    engine.trim(0)
+    one = statistics.median(seconds[1])
+    costs = [1.0]
+    for size in sizes[1:]:
+        costs.append(max(costs[-1], round(statistics.median(seconds[size]) / one, 3)))
+    return BatchCurve(tuple(sizes), tuple(costs))
+
+
+def _key(engine: Engine) -> str:
+    """What a curve depends on."""
+    shards = [
+        (shard.path.name, shard.path.stat().st_size, shard.path.stat().st_mtime_ns) for shard in engine.file.shards
+    ]
+    cpu = facts.cpu()
+    placement = {**engine.placement.to_dict(), "n_ctx": 0}
+    parts = [VERSION, SIZES, shards, placement, cpu.model, cpu.cores]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _keep(path: Path, curve: BatchCurve) -> None:
+    """Write it whole or not at all; a cache that cannot be written costs only the next start."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(prefix=".batch-", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w") as f:
+                json.dump(curve.to_dict(), f)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
