@@ -79,7 +79,8 @@ class Hybrid:
         n_batch: int | None = None,
         n_ubatch: int | None = None,
         n_threads: int | None = None,
-        n_sequences: int = 1,
+        n_sequences: int | str = 1,
+        most_sequences: int = 8,
         n_draft: int = 0,
         kv: str = "device",
         kv_dtype: str = "f16",
@@ -88,8 +89,9 @@ class Hybrid:
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
 
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
-        `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained); `n_sequences` of them can be
-        at work at once, with up to `n_draft` guessed tokens in a step (see `generate_many`). `progress` is called with
+        `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained); `n_sequences`
+        ("auto": as many as fit, up to `most_sequences`) can be at work at once, with up to `n_draft` guessed tokens in
+        a step (see `generate_many`). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
         Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
         """
@@ -111,6 +113,7 @@ class Hybrid:
                     n_ubatch=n_ubatch,
                     n_threads=n_threads,
                     n_sequences=n_sequences,
+                    most_sequences=most_sequences,
                     n_draft=n_draft,
                     kv=kv,
                     kv_dtype=kv_dtype,
@@ -281,12 +284,16 @@ class Hybrid:
         batch = self.batch(self.placement.n_sequences if n_parallel is None else n_parallel)
         return ((done.task.index, done.completion) for done in self.serve(batch, lambda: next(tasks, None)))
 
-    def batch(self, n_parallel: int, *, curve: BatchCurve | None = None) -> Batch:
-        """What runs several requests at once; `serve` feeds it. It drafts by `curve` (default: this model's own)."""
+    def batch(self, n_parallel: int, *, curve: BatchCurve | None = None, n_draft: int | None = None) -> Batch:
+        """What runs several requests at once; `serve` feeds it. It drafts by `curve` (default: this model's own) up to
+        `n_draft` tokens (default, and at most: what the model was loaded for)."""
         engine = self.engine
-        if curve is None and self.placement.n_draft:
+        n_draft = min(self.placement.n_draft if n_draft is None else n_draft, self.placement.n_draft)
+        if curve is None and n_draft:
             curve = self.batch_curve()
-        return Batch(engine, n_parallel, curve=curve, load_s=self._load_s, cancelled=lambda: self._closing)
+        return Batch(
+            engine, n_parallel, curve=curve, n_draft=n_draft, load_s=self._load_s, cancelled=lambda: self._closing
+        )
 
     def batch_curve(self) -> BatchCurve:
         """What a step costs by the number of tokens in it, measured once for this model and machine and then kept."""
@@ -418,7 +425,7 @@ def options_of(
     )
 
 
-def _common(prompts: Sequence[Sequence[int]]) -> int:
+def _common(prompts: Sequence[tuple[int, ...]]) -> int:
     """How many tokens all of them begin with."""
     first, last = min(prompts), max(prompts)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))

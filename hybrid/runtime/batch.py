@@ -61,12 +61,13 @@ class Batch:
         n_parallel: int,
         *,
         curve: BatchCurve | None = None,
+        n_draft: int = 0,
         n_groups: int | None = None,
         load_s: float | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With a `curve` tokens are drafted from what the text repeats, up to the placement's `n_draft` in a step: the
-        answers are the same, sooner. `n_groups`: 1, or 2 where both halves work (the default there)."""
+        """By `curve` up to `n_draft` tokens a step are drafted from what the text repeats: the answers are the same,
+        sooner. `n_groups`: 1, or 2 where both halves work (the default there)."""
         placement = engine.placement
         most = min(placement.n_sequences, placement.n_batch)
         if not isinstance(n_parallel, int) or not 1 <= n_parallel <= most:
@@ -76,7 +77,8 @@ class Batch:
         both = engine.head is not None and engine.tail is not None
         self._n_groups = min(n_groups or 2, n_parallel) if both else 1
         self._engine, self._load_s, self._cancelled = engine, load_s, cancelled
-        self._curve = curve if engine.can_go_back and placement.n_draft else None
+        self._n_draft = min(n_draft, placement.n_draft) if curve is not None and engine.can_go_back else 0
+        self._curve = curve if self._n_draft else None
         half = -(-n_parallel // self._n_groups)
         # Neighbours are filled up from each group's first: llama.cpp takes consecutive sequences together.
         self._order = [seq for i in range(half) for seq in range(i, n_parallel, half)]
@@ -164,9 +166,8 @@ class Batch:
 
     def _keep(self, seq: int) -> None:
         """Remember the prefix that `seq` now holds, if it is not too large."""
-        if self._engine.placement.n_sequences > 1:
-            state = self._engine.save(seq)
-            self._prefix = state if state.nbytes <= KEPT_BYTES else None
+        state = self._engine.save(seq)
+        self._prefix = state if state.nbytes <= KEPT_BYTES else None
 
     def _decode(self) -> list[_Slot]:
         """Step after step until a task ends. Returns those that have; nothing is under way then."""
@@ -200,7 +201,7 @@ class Batch:
     def _begin(self, group: Sequence[_Slot], alone: bool) -> Step:
         """A step: of each sequence the token drawn last, and what is drafted to follow it."""
         p = self._engine.placement
-        room = min(p.n_draft, p.n_batch - len(group)) if self._curve else 0
+        room = min(self._n_draft, p.n_batch - len(group))
         rows: dict[int, list[int]] = {}
         for slot in group:
             rows[slot.seq] = slot.next(len(group), room)
@@ -257,7 +258,9 @@ class _Slot:
         self.n_cached = self.n_own_prefix = 0
         self.prefill_s = self.decode_s = 0.0
         self.lost = False
-        self.speculation = curve and Speculation(task.prompt, curve, engine.placement.n_draft)
+        self.speculation: Speculation | None = None
+        if curve is not None:
+            self.speculation = Speculation(task.prompt, curve, engine.placement.n_draft)
 
     def next(self, n_live: int, room: int) -> list[int]:
         """What to evaluate next: the token drawn last, and up to `room` drafted ones, in a step of n_live sequences."""

@@ -16,6 +16,7 @@ from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
+from hybrid.schedule.sequences import with_sequences
 
 DEFAULT_N_CTX = 4096
 """The context without -c, where the model was trained for it and memory allows it."""
@@ -41,7 +42,10 @@ class Request:
     n_batch: int | None = None
     n_ubatch: int | None = None
     n_threads: int | None = None
-    n_sequences: int = 1
+    n_sequences: int | str = 1
+    """Sequences at a time; "auto": as many as fit beside the context and the layers chosen for one."""
+    most_sequences: int = 8
+    """For "auto"."""
     n_draft: int = 0
     kv: str = "device"
     kv_dtype: str = "f16"
@@ -63,6 +67,8 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     Raises BadRequestError for a senseless request, UnsupportedError where this machine or version cannot serve it
     (GPU layers without a GPU, a k the architecture forbids), OutOfMemoryError where it cannot fit.
     """
+    if request.n_sequences == "auto":
+        return _as_many_as_fit(spec, request)
     notes: list[str] = []
     kv, kv_dtype = _checked_kv(request)
     n_sequences = _positive("n_sequences", request.n_sequences)
@@ -90,6 +96,17 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     placement = with_threads(base, spec, cores)
     _check_memory(spec, placement, notes)
     return Plan(placement, tuple(notes))
+
+
+def _as_many_as_fit(spec: ModelSpec, request: Request) -> Plan:
+    """The plan for one sequence, and beside it whatever fits."""
+    one = plan(spec, replace(request, n_sequences=1))
+    p = one.placement
+    vram = None
+    if p.n_gpu_layers and p.device != "cpu":
+        vram = _vram(p.device)[0] - request.vram_reserve
+    placement, note = with_sequences(spec, p, request.most_sequences, Budget(vram_bytes=vram, ram_bytes=ram_budget()))
+    return Plan(placement, (*one.notes, note))
 
 
 def with_batch(base: Placement, spec: ModelSpec, n_batch: int | None, n_ubatch: int | None = None) -> Placement:

@@ -13,7 +13,7 @@ from hybrid.apps.summarize import work
 from hybrid.apps.summarize.api import SummaryOptions, SummaryRun, together
 from hybrid.apps.summarize.document import Document, read_document
 from hybrid.apps.summarize.prompts import Form
-from hybrid.apps.summarize.work import Job, Sampling, Sequential
+from hybrid.apps.summarize.work import Answering, Job, Sampling
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.catalog import resolve_model
 from tests.tiny import write_tiny
@@ -55,13 +55,14 @@ def test_the_prefix_is_prefilled_once_and_each_answer_depends_on_its_prompt_alon
                 Job(str(i), "map", form.fill({"text": t}), form.n_prefix, len(t), len(t), 24)
                 for i, t in enumerate(texts)
             ]
-            runner = Sequential(loaded, Sampling())
-            together_ = {a.id: (a.text, a.n_cached, a.n_read) for a in runner(jobs)}
+            runner = Answering(loaded, Sampling())
+            together_ = {a.id: (a.text, a.n_read, a.n_cached) for a in runner(jobs)}
+            assert [n_cached for _, _, n_cached in together_.values()] == [0] + 3 * [form.n_prefix]
             for job in reversed(jobs):
                 loaded.engine.trim(0)  # as after a restart
-                (alone,) = runner([job])
-                assert (alone.text, alone.n_cached, alone.n_read) == together_[job.id]
-                assert alone.n_cached == form.n_prefix
+                (alone,) = Answering(loaded, Sampling())([job])
+                assert (alone.text, alone.n_read) == together_[job.id][:2]
+                assert alone.n_cached == 0
                 assert alone.n_read == job.n_text
 
 
@@ -150,7 +151,7 @@ def test_a_context_too_small_for_the_instructions_is_one_sentence(tiny: Path) ->
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"strategy": "best"}, BadRequestError), ({"parallel": 2}, UnsupportedError), ({"overlap": -1}, BadRequestError)],
+    [({"strategy": "best"}, BadRequestError), ({"parallel": 2}, BadRequestError), ({"overlap": -1}, BadRequestError)],
 )
 def test_senseless_options_are_one_sentence(
     options: dict[str, object], error: type[HybridError], model: Hybrid
