@@ -37,8 +37,10 @@ class BatchCurve:
         """Of a step of n tokens (1 or more)."""
         sizes, costs = self.sizes, self.costs
         i = next((i for i, size in enumerate(sizes) if size >= n), len(sizes) - 1)
-        if sizes[i] == n or i == 0:
+        if sizes[i] == n:
             return costs[i]
+        if len(sizes) == 1:
+            return float(n)  # nothing is known: as if every token cost the same
         return costs[i - 1] + (costs[i] - costs[i - 1]) * (n - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
 
     def to_dict(self) -> dict[str, Any]:
