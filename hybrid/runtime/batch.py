@@ -94,7 +94,9 @@ class Batch:
         """
         try:
             while True:
-                over = self._fill(supply) or self._decode()
+                over = self._fill(supply)
+                if not (over or self._cancelled()):
+                    over = self._decode()
                 if self._cancelled():
                     over += self._live.values()
                     self._live.clear()

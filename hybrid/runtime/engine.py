@@ -224,7 +224,7 @@ class Engine:
                     f"{self.placement.n_ctx} tokens."
                 )
         chunk = _mixed(rows, [len(self._tokens[seq]) for seq in rows])
-        front = None if self.head is None else self._head_thread.submit(self._front, chunk)
+        front = None if self.head is None else self._head_thread.submit(lambda: self._front(chunk))
         return Step(rows, chunk, front, alone)
 
     def complete(self, step: Step) -> None:

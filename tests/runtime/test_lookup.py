@@ -50,7 +50,8 @@ def test_a_prediction_follows_the_same_tokens_elsewhere(tokens: list[int]) -> No
 
 
 def test_a_quoted_text_is_drafted_and_a_new_one_is_not() -> None:
-    source = [random.Random(0).randrange(1000) for _ in range(200)]
+    rng = random.Random(0)
+    source = [rng.randrange(1000) for _ in range(200)]
     quoting, telling = (Speculation(source, GENTLE, 7) for _ in range(2))
     steps = 0
     i = 0
@@ -61,7 +62,6 @@ def test_a_quoted_text_is_drafted_and_a_new_one_is_not() -> None:
             quoting.push(token)
             i += 1
     assert steps < 40
-    rng = random.Random(1)
     for _ in range(300):
         assert telling.draft(1, 100) == []
         telling.push(rng.randrange(1000))
@@ -78,14 +78,14 @@ def test_drafts_are_made_where_the_curve_lets_them_pay(n_live: int) -> None:
 
 
 def test_what_matches_and_then_differs_every_time_stops_being_drafted() -> None:
-    """A text that takes six tokens from its source, then leaves it: guesses at that length are wrong again and again."""
+    """A text that takes six tokens from its source, then leaves it: guesses at that length are wrong every time."""
     rng = random.Random(2)
     source = [rng.randrange(10000) for _ in range(400)]
     speculation = Speculation(source, BatchCurve((1, 2, 8), (1.0, 1.2, 2.0)), 7)
     wasted = []
     for round_ in range(30):
         start = 12 * round_
-        part = source[start : start + 6] + [10000 + round_]
+        part = [*source[start : start + 6], 10000 + round_]
         n_wrong = 0
         i = 0
         while i < len(part):
@@ -119,7 +119,13 @@ def test_a_curve_is_straight_between_its_points_and_beyond() -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    [{}, {"sizes": [1], "costs": []}, {"sizes": [2], "costs": [1.0]}, {"sizes": [1, 2], "costs": [1, float("nan")]}, []],
+    [
+        {},
+        {"sizes": [1], "costs": []},
+        {"sizes": [2], "costs": [1.0]},
+        {"sizes": [1, 2], "costs": [1, float("nan")]},
+        [],
+    ],
 )
 def test_a_damaged_curve_is_refused(stored: object) -> None:
     with pytest.raises((ValueError, TypeError, KeyError)):
