@@ -14,7 +14,7 @@ from hybrid.apps.summarize.api import SummaryOptions, SummaryRun, together
 from hybrid.apps.summarize.document import Document, read_document
 from hybrid.apps.summarize.prompts import Form
 from hybrid.apps.summarize.work import Answering, Job, Sampling
-from hybrid.errors import BadRequestError, UnsupportedError
+from hybrid.errors import BadRequestError
 from hybrid.model.catalog import resolve_model
 from tests.tiny import write_tiny
 
