@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import statistics
 import tempfile
 import time
 from contextlib import suppress
@@ -69,7 +68,8 @@ def curve_of(engine: Engine, cache: Path | None = None) -> BatchCurve:
 
 
 def measure(engine: Engine) -> BatchCurve:
-    """Time steps of each size in sequence 0, interleaved; the median of each. Sequence 0 is empty afterwards.
+    """Time steps of each size in sequence 0, interleaved; the fastest of each, which other programs disturb least.
+    Sequence 0 is empty afterwards.
 
     A curve never falls: what a larger step seems to cost less than a smaller one is noise.
     """
@@ -97,10 +97,10 @@ def measure(engine: Engine) -> BatchCurve:
         if all(seconds.values()) and time.perf_counter() - began > PATIENCE_S:
             break
     engine.trim(0)
-    one = statistics.median(seconds[1])
+    one = min(seconds[1])
     costs = [1.0]
     for size in sizes[1:]:
-        costs.append(max(costs[-1], round(statistics.median(seconds[size]) / one, 3)))
+        costs.append(max(costs[-1], round(min(seconds[size]) / one, 3)))
     return BatchCurve(tuple(sizes), tuple(costs))
 
 
