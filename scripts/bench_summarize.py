@@ -1,7 +1,9 @@
 """The throughput behind `hybrid summarize`, as ratios measured in one run, interleaved with llama.cpp alone.
 
     python scripts/bench_summarize.py [--models smollm2-135m gemma3-270m] [--sections parallel speculation groups]
-                                      [--repeats 5] [--threads N] [--json FILE]
+                                      [--repeats 5] [--threads N] [--busy] [--json FILE]
+
+With --busy (where other programs are at work) the first two sections count processor time, with one thread.
 
 Sections, on the CPU (bounds in brackets; every row says met or missed):
   parallel     k = 0, 4 and 8 sequences: the gain in decode over one against llama.cpp's own gain for that batch [0.9],
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,6 @@ from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
 from hybrid.runtime.api import options_of
 from hybrid.runtime.batch import Batch, Finished, Task
-from hybrid.runtime.curve import BatchCurve
 from hybrid.runtime.engine import Engine
 from hybrid.schedule.machine import usable_cores
 from hybrid.schedule.placement import Placement
@@ -50,11 +52,15 @@ console = Console(width=None if sys.stdout.isatty() else 130)
 Row = dict[str, Any]
 
 
+clock = time.perf_counter
+"""What the first two sections measure with."""
+
+
 def seconds(work: Callable[[], object]) -> float:
-    """How long one call takes."""
-    start = time.perf_counter()
+    """How long one call takes by the clock."""
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def row(model: str, what: str, value: float, bound: str, met: bool, **more: Any) -> Row:
@@ -78,10 +84,41 @@ def show(title: str, rows: list[Row]) -> None:
     console.print(table)
 
 
-def serve(model: Hybrid, batch: Batch, tasks: Sequence[Task]) -> list[Finished]:
-    """All results."""
-    left = iter(tasks)
-    return list(model.serve(batch, lambda: next(left, None)))
+@dataclass(frozen=True)
+class Served:
+    """Some tasks' results; the seconds of their prompts and of all else; the tokens in each step."""
+
+    done: list[Finished]
+    prefill_s: float
+    decode_s: float
+    steps: list[int]
+
+
+def serve(model: Hybrid, batch: Batch, tasks: Sequence[Task]) -> Served:
+    """Run `tasks` to their ends."""
+    engine, left = model.engine, iter(tasks)
+    begin, evaluate = engine.begin, engine.evaluate
+    steps: list[int] = []
+    prefill_s = 0.0
+
+    def counted(rows: Any, **options: Any) -> Any:
+        steps.append(sum(map(len, rows.values())))
+        return begin(rows, **options)
+
+    def timed(*args: Any, **options: Any) -> Any:
+        nonlocal prefill_s
+        start = clock()
+        out = evaluate(*args, **options)
+        prefill_s += clock() - start
+        return out
+
+    engine.begin, engine.evaluate = counted, timed  # type: ignore[method-assign]
+    try:
+        start = clock()
+        done = list(model.serve(batch, lambda: next(left, None)))
+        return Served(done, prefill_s, clock() - start - prefill_s, steps)
+    finally:
+        engine.begin, engine.evaluate = begin, evaluate  # type: ignore[method-assign]
 
 
 # -- several sequences -------------------------------------------------------------------------------------------------
@@ -129,10 +166,7 @@ def parallel(models: Sequence[str], repeats: int, threads: int) -> list[Row]:
 def _raw_parallel(raw: RawLlama, n: int) -> tuple[float, float]:
     """Tokens per second of n prompts one after the other, and of n sequences decoding together."""
     raw.clear()
-    start = time.perf_counter()
-    for seq in range(n):
-        raw.prompt(random_tokens(N_PROMPT, seq), seq)
-    prefill_s = time.perf_counter() - start
+    prefill_s = seconds(lambda: [raw.prompt(random_tokens(N_PROMPT, seq), seq) for seq in range(n)])
     decode_s = seconds(lambda: [raw.step([(1000 + i, N_PROMPT + i, seq) for seq in range(n)]) for i in range(N_DECODE)])
     return n * N_PROMPT / prefill_s, n * N_DECODE / decode_s
 
@@ -142,8 +176,8 @@ def _our_parallel(model: Hybrid, n: int) -> tuple[float, float]:
     tasks = [Task(prompt=tuple(random_tokens(N_PROMPT, seq)), options=options, index=seq) for seq in range(n)]
     for seq in range(8):
         model.engine.trim(0, seq)
-    done = serve(model, model.batch(n), tasks)
-    return n * N_PROMPT / sum(d.prefill_s for d in done), n * N_DECODE / sum(d.decode_s for d in done)
+    served = serve(model, model.batch(n), tasks)
+    return n * N_PROMPT / served.prefill_s, n * N_DECODE / served.decode_s
 
 
 # -- guesses -----------------------------------------------------------------------------------------------------------
@@ -176,10 +210,12 @@ def speculation(models: Sequence[str], repeats: int, threads: int) -> list[Row]:
                     order = (0, N_DRAFT) if number % 2 else (N_DRAFT, 0)
                     found: dict[str, Any] = {}
                     for n_draft in order:
-                        done, steps = _decoded(model, curve, n_draft, Task(prompt=prompt, options=options))
-                        found[f"s{bool(n_draft):d}"] = done.decode_s
+                        batch = model.batch(1, curve=curve, n_draft=n_draft)
+                        served = serve(model, batch, [Task(prompt=prompt, options=options)])
+                        (done,) = served.done
+                        found[f"s{bool(n_draft):d}"] = served.decode_s
                         if n_draft:
-                            found |= {"steps": steps, "drafted": done.n_drafted, "accepted": done.n_accepted}
+                            found |= {"steps": served.steps, "drafted": done.n_drafted, "accepted": done.n_accepted}
                         found[f"tokens{bool(n_draft):d}"] = done.completion.tokens
                     samples[what].append(found)
         cost = [statistics.median(column) for column in zip(*costs[1:], strict=True)]
@@ -215,23 +251,6 @@ def _raw_curve(raw: RawLlama) -> list[float]:
             raw.forget(N_PROMPT, 0)
         out.append(min(taken))
     return out
-
-
-def _decoded(model: Hybrid, curve: BatchCurve, n_draft: int, task: Task) -> tuple[Finished, list[int]]:
-    """The result, and how many tokens each step had."""
-    engine, steps = model.engine, []
-    begin = engine.begin
-
-    def counted(rows: Any, **options: Any) -> Any:
-        steps.append(sum(map(len, rows.values())))
-        return begin(rows, **options)
-
-    engine.begin = counted  # type: ignore[method-assign]
-    try:
-        (done,) = serve(model, model.batch(1, curve=curve, n_draft=n_draft), [task])
-    finally:
-        engine.begin = begin  # type: ignore[method-assign]
-    return done, steps
 
 
 # -- two groups --------------------------------------------------------------------------------------------------------
@@ -304,9 +323,9 @@ def _halves(engine: Engine, repeats: int) -> tuple[float, float, float, float]:
     with ThreadPoolExecutor(1, initializer=_one_thread) as pool:  # torch counts its threads per thread
         for _ in range(repeats + 1):
             fresh()
-            head_s = pool.submit(seconds, head_alone).result()
+            head_s = pool.submit(_wall, head_alone).result()
             fresh()
-            tail_s = seconds(tail_alone)
+            tail_s = _wall(tail_alone)
             fresh()
             start = time.perf_counter()
             beside = pool.submit(head_alone)
@@ -314,9 +333,15 @@ def _halves(engine: Engine, repeats: int) -> tuple[float, float, float, float]:
             beside.result()
             beside_s = time.perf_counter() - start
             fresh()
-            samples.append((head_s, tail_s, beside_s, seconds(together)))
+            samples.append((head_s, tail_s, beside_s, _wall(together)))
     head_t, tail_t, beside_t, wall_t = (statistics.median(column) for column in zip(*samples[1:], strict=True))
     return head_t, tail_t, beside_t, wall_t
+
+
+def _wall(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def _one_thread() -> None:
@@ -338,9 +363,17 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--busy", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "threads": args.threads}
+    global clock
+    if args.busy:
+        clock, args.threads = time.process_time, 1
+    result: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "threads": args.threads,
+        "busy": args.busy,
+    }
     for name in args.sections:
         result[name] = SECTIONS[name](args.models, args.repeats, args.threads)
         show(name, result[name])
