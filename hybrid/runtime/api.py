@@ -297,7 +297,7 @@ class Hybrid:
 
     def batch_curve(self) -> BatchCurve:
         """What a step costs by the number of tokens in it, measured once for this model and machine and then kept."""
-        with self._turns.take(object(), begin=True):
+        with self._turns.queue, self._turns.begin(object()):
             return curve_of(self.engine)
 
     def serve(self, batch: Batch, supply: Callable[[], Task | None]) -> Iterator[Finished]:

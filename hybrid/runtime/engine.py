@@ -242,7 +242,7 @@ class Engine:
     def abandon(self, steps: Sequence[Step]) -> None:
         """Forget steps that failed or will not be completed: the halves go back to what both hold."""
         try:
-            wait_all([step.front for step in steps if step.front is not None])
+            self._wait_until_idle()
         finally:
             if self._boundary is not None:
                 self._boundary.reset()
