@@ -94,9 +94,15 @@ class Batch:
         """
         try:
             while True:
-                over = self._fill(supply)
-                if not (over or self._cancelled()):
-                    over = self._decode()
+                try:
+                    over = self._fill(supply)
+                    if not (over or self._cancelled()):
+                        over = self._decode()
+                except BaseException as error:
+                    self._engine.abandon()
+                    if not (isinstance(error, Cancelled) and self._cancelled()):
+                        raise
+                    over = []
                 if self._cancelled():
                     over += self._live.values()
                     self._live.clear()
@@ -134,15 +140,11 @@ class Batch:
     def _read(self, slot: _Slot) -> None:
         """Evaluate a prompt and draw the first token."""
         start = time.perf_counter()
-        try:
-            slot.n_cached = self._prime(slot)
-            self._engine.evaluate(slot.task.prompt[slot.n_cached :], slot.seq)
-            slot.prefill_s = time.perf_counter() - start
-            if slot.reply.reason is None:
-                slot.push(self._engine.sample(slot.sampler))
-        except Cancelled:
-            if not self._cancelled():
-                raise
+        slot.n_cached = self._prime(slot)
+        self._engine.evaluate(slot.task.prompt[slot.n_cached :], slot.seq)
+        slot.prefill_s = time.perf_counter() - start
+        if slot.reply.reason is None:
+            slot.push(self._engine.sample(slot.sampler))
 
     def _prime(self, slot: _Slot) -> int:
         """Make the slot's sequence hold the task's prefix and nothing else. Returns how much was there already.
@@ -178,24 +180,18 @@ class Batch:
         over: list[_Slot] = []
         under_way: deque[tuple[list[_Slot], Step]] = deque()
         at = time.perf_counter()
-        try:
-            for group in groups:
+        for group in groups:
+            under_way.append((group, self._begin(group, alone)))
+        while under_way:
+            group, step = under_way.popleft()
+            engine.complete(step)
+            over += self._draw(group, step)
+            now = time.perf_counter()
+            for slot in group:
+                slot.decode_s += (now - at) / len(group)
+            at = now
+            if not (over or self._cancelled() or any(slot.lost for slot in self._live.values())):
                 under_way.append((group, self._begin(group, alone)))
-            while under_way:
-                group, step = under_way[0]
-                engine.complete(step)
-                over += self._draw(group, step)
-                under_way.popleft()
-                now = time.perf_counter()
-                for slot in group:
-                    slot.decode_s += (now - at) / len(group)
-                at = now
-                if not (over or self._cancelled() or any(slot.lost for slot in group)):
-                    under_way.append((group, self._begin(group, alone)))
-        except BaseException as error:
-            engine.abandon([step for _, step in under_way])
-            if not (isinstance(error, Cancelled) and self._cancelled()):
-                raise
         for slot in over:
             self._live.pop(slot.seq, None)
         return over

@@ -85,11 +85,10 @@ def measure(engine: Engine) -> BatchCurve:
     for number in range(ROUNDS + 1):
         for size in sizes:
             start = time.perf_counter()
-            step = engine.begin({0: [token] * size})
             try:
-                engine.complete(step)
+                engine.complete(engine.begin({0: [token] * size}))
             except BaseException:
-                engine.abandon([step])
+                engine.abandon()
                 raise
             if number or time.perf_counter() - began > PATIENCE_S:  # the first round warms up
                 seconds[size].append(time.perf_counter() - start)

@@ -230,7 +230,7 @@ class Engine:
     def complete(self, step: Step) -> None:
         """The tail's part of a step; afterwards `sample(sampler, i)` draws from the logits of its i-th token.
 
-        If it raises, `abandon` this step and the other that may be under way.
+        If it raises, `abandon` what is under way.
         """
         p = self.placement
         front = None if step.front is None else step.front.result()
@@ -239,16 +239,15 @@ class Engine:
         for seq, tokens in step.rows.items():
             self._tokens[seq].extend(tokens)
 
-    def abandon(self, steps: Sequence[Step]) -> None:
-        """Forget steps that failed or will not be completed: the halves go back to what both hold."""
+    def abandon(self) -> None:
+        """Forget the steps that are under way or failed: the halves go back to what both hold."""
         try:
             self._wait_until_idle()
         finally:
             if self._boundary is not None:
                 self._boundary.reset()
-            for step in steps:
-                for seq in step.rows:
-                    self.trim(len(self._tokens[seq]), seq)
+            for seq, held in enumerate(self._tokens):
+                self.trim(len(held), seq)
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:

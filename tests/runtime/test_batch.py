@@ -125,7 +125,7 @@ def test_a_half_that_fails_amid_two_steps_takes_the_other_back(
                 steps = [engine.begin({0: [5]}, alone=False), engine.begin({1: [6]}, alone=False)]
                 with pytest.raises(EngineError):
                     engine.complete(steps[0])
-                engine.abandon(steps)
+                engine.abandon()
             assert held_alike(engine)
         engine.complete(engine.begin({0: [7], 1: [8]}))
         assert_invisible(engine.logits(0), expected)
@@ -201,7 +201,7 @@ class Exact:
                 self._held[seq].append(token)
                 self._logits.append(self._after(self._held[seq]))
 
-    def abandon(self, steps: Sequence[Step]) -> None: ...
+    def abandon(self) -> None: ...
 
     def sample(self, sampler: Sampler, i: int = -1) -> int:
         return sampler.sample(self._logits[i])
