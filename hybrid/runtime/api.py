@@ -289,7 +289,7 @@ class Hybrid:
         `n_draft` tokens (default, and at most: what the model was loaded for)."""
         engine = self.engine
         n_draft = min(self.placement.n_draft if n_draft is None else n_draft, self.placement.n_draft)
-        if curve is None and n_draft:
+        if curve is None and (n_draft or (n_parallel > 1 and engine.head is not None and engine.tail is not None)):
             curve = self.batch_curve()
         return Batch(
             engine, n_parallel, curve=curve, n_draft=n_draft, load_s=self._load_s, cancelled=lambda: self._closing

@@ -1,7 +1,7 @@
 """Several requests at once, each in a sequence of its own. Where one has ended, the next begins.
 
-Every step decodes one token of each live sequence (and what is drafted for it) in one batch. Where both halves work,
-the sequences form two groups: while the tail decodes one, the head is at work on the other.
+Every step decodes one token of each live sequence (and what is drafted for it) in one batch. Where both halves work and
+it pays, the sequences form two groups: while the tail decodes one, the head is at work on the other.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Batch:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """By `curve` up to `n_draft` tokens a step are drafted from what the text repeats: the answers are the same,
-        sooner. `n_groups`: 1, or 2 where both halves work (the default there)."""
+        sooner. `n_groups` is 1, or 2 where both halves work (default: by the curve, 2 without one)."""
         placement = engine.placement
         most = min(placement.n_sequences, placement.n_batch)
         if not isinstance(n_parallel, int) or not 1 <= n_parallel <= most:
@@ -75,7 +75,9 @@ class Batch:
                 f"n_parallel must be between 1 and {most} with this model as it is loaded, not {n_parallel!r}."
             )
         both = engine.head is not None and engine.tail is not None
-        self._n_groups = min(n_groups or 2, n_parallel) if both else 1
+        if n_groups is None:
+            n_groups = 2 if curve is None or curve.pays_in_groups(n_parallel) else 1
+        self._n_groups = min(n_groups, n_parallel) if both else 1
         self._engine, self._load_s, self._cancelled = engine, load_s, cancelled
         self._n_draft = min(n_draft, placement.n_draft) if curve is not None and engine.can_go_back else 0
         self._curve = curve if self._n_draft else None

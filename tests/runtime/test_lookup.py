@@ -120,13 +120,33 @@ def test_a_curve_is_straight_between_its_points_and_beyond() -> None:
 @pytest.mark.parametrize(
     "stored",
     [
-        {},
         {"sizes": [1], "costs": []},
         {"sizes": [2], "costs": [1.0]},
         {"sizes": [1, 2], "costs": [1, float("nan")]},
-        [],
+        {"sizes": [1, 2], "costs": [1, 2], "heads": [0.5]},
+        {"sizes": [1, 2], "costs": [1, 2], "heads": [0.5, 3]},
     ],
 )
-def test_a_damaged_curve_is_refused(stored: object) -> None:
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        BatchCurve.from_dict(stored)
+def test_a_damaged_curve_is_refused(stored: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="not a batch curve"):
+        BatchCurve.from_dict({"heads": [], **stored})
+    with pytest.raises((KeyError, TypeError)):
+        BatchCurve.from_dict([])
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "pays"),
+    [
+        ((0.5, 0.5, 0.5, 0.5), (0.5, 0.55, 0.6, 0.65), False),  # batches cost next to nothing more
+        ((0.5, 0.6, 1.0, 2.0), (0.5, 0.6, 1.0, 2.0), True),  # equal halves, every token costs
+        ((0.1, 0.1, 0.1, 0.1), (0.9, 0.9, 0.9, 0.9), False),  # a small head, and a tail that only reads weights
+        ((0.0, 0.0, 0.0, 0.0), (1.0, 2.0, 4.0, 8.0), False),
+    ],
+)
+def test_two_groups_are_formed_where_the_curve_says_they_pay(
+    head: tuple[float, ...], tail: tuple[float, ...], pays: bool
+) -> None:
+    costs = tuple(a + b for a, b in zip(head, tail, strict=True))
+    assert BatchCurve((1, 2, 4, 8), costs, head).pays_in_groups(8) == pays
+    assert not BatchCurve((1, 2, 4, 8), costs).pays_in_groups(8)
+    assert not BatchCurve((1, 2, 4, 8), costs, head).pays_in_groups(1)

@@ -133,7 +133,7 @@ class SummaryRun:
         self._document, self._model, self._options = document, model, options
         self._parallel = _parallel(options, model)
         self._n_draft = min(options.speculate, model.placement.n_draft)
-        self._curve = model.batch_curve() if self._n_draft else None
+        self._curve = model.batch_curve() if self._n_draft or self._parallel > 1 else None
         self._progress = progress or (lambda p: None)
         self._templates = read_prompts(options.prompts)
         if last:
