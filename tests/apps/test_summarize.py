@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -182,3 +185,27 @@ def test_a_real_model_summarises_a_short_text() -> None:
     assert summary.report.share_read == 1.0
     assert "pier" in summary or "Harbour" in summary or "harbour" in summary
     assert summary.report.flagged == []
+
+
+def test_the_folder_script_summarises_what_it_can_and_leaves_alone_what_is_done(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "papers"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT[:600])
+    (folder / "b.md").write_text("# Title\n\n" + TEXT[:300])
+    (folder / "empty.txt").write_text("")
+    (folder / "notes.xyz").write_text("not a document")
+    script = Path(hybrid.__file__).parents[1] / "scripts" / "summarize_folder.py"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), str(folder), str(tiny)]
+        return subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True)
+
+    done = run()
+    assert done.returncode == 1  # one document could not be summarised
+    assert "empty.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+    written = {path.name: path.read_text() for path in folder.glob("*.summary.txt")}
+    assert set(written) == {"a.txt.summary.txt", "b.md.summary.txt"}
+    assert done.stdout.count("(100%)") == 2
+    assert "100%" not in run().stdout
+    assert {path.name: path.read_text() for path in folder.glob("*.summary.txt")} == written

@@ -73,11 +73,19 @@ def test_stdin_to_one_json_object_that_accounts_for_every_token(run: Run, option
     assert result["phases"]["map"]["jobs"] == result["chunks"] > 1
 
 
+@pytest.mark.parametrize(
+    ("lines", "least_tokens"), [(150, 9_000), pytest.param(1000, 60_000, marks=pytest.mark.slow, id="60k tokens")]
+)
 def test_killed_three_times_and_resumed_it_writes_the_same_file(
-    run: Run, options: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+    lines: int,
+    least_tokens: int,
+    run: Run,
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     document = tmp_path / "town.txt"
-    document.write_text("".join(map(LINE.format, range(150))))
+    document.write_text("".join(map(LINE.format, range(lines))))
     options = (*options, "--parallel", "1")
     done = run("summarize", document, "-o", tmp_path / "whole.txt", *options)
     assert done.returncode == 0, done.stderr
@@ -100,6 +108,7 @@ def test_killed_three_times_and_resumed_it_writes_the_same_file(
     result = json.loads(done.stdout)
     assert sum(phase["from_checkpoint"] for phase in result["phases"].values()) == saved
     assert result["document"]["share_read"] == 1.0
+    assert result["document"]["tokens_read"] >= least_tokens
     assert list(folder.glob("*")) == []
 
 
