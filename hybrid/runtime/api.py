@@ -292,7 +292,13 @@ class Hybrid:
         if curve is None and (n_draft or (n_parallel > 1 and engine.head is not None and engine.tail is not None)):
             curve = self.batch_curve()
         return Batch(
-            engine, n_parallel, curve=curve, n_draft=n_draft, load_s=self._load_s, cancelled=lambda: self._closing
+            engine,
+            n_parallel,
+            curve=curve,
+            n_draft=n_draft,
+            load_s=self._load_s,
+            on_prefill=self._told_prefill(),
+            cancelled=lambda: self._closing,
         )
 
     def batch_curve(self) -> BatchCurve:
@@ -375,6 +381,11 @@ class Hybrid:
         if not tokens:
             raise BadRequestError("The prompt is empty.")
 
+    def _told_prefill(self) -> Callable[[int, int], None] | None:
+        """Who wants to know how far a prompt is read."""
+        progress = self._progress
+        return progress and (lambda done, total: progress("prompt", done / total))
+
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt's token ids. Raises BadRequestError for one that is none."""
         tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
@@ -396,14 +407,13 @@ class Hybrid:
     def _pieces(
         self, tokens: list[int], options: Options, result: list[Completion], cancelled: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        progress = self._progress
         completion = yield from generate(
             self.engine,
             tokens,
             options,
             load_s=self._load_s,
             cancelled=cancelled,
-            on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
+            on_prefill=self._told_prefill(),
         )
         result.append(completion)
 

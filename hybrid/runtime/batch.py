@@ -64,10 +64,12 @@ class Batch:
         n_draft: int = 0,
         n_groups: int | None = None,
         load_s: float | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         """By `curve` up to `n_draft` tokens a step are drafted from what the text repeats: the answers are the same,
-        sooner. `n_groups` is 1, or 2 where both halves work (default: by the curve, 2 without one)."""
+        sooner. `n_groups` is 1, or 2 where both halves work (default: by the curve, 2 without one).
+        `on_prefill(done, total)` follows each prompt."""
         placement = engine.placement
         most = min(placement.n_sequences, placement.n_batch)
         if not isinstance(n_parallel, int) or not 1 <= n_parallel <= most:
@@ -78,7 +80,7 @@ class Batch:
         if n_groups is None:
             n_groups = 2 if curve is None or curve.pays_in_groups(n_parallel) else 1
         self._n_groups = min(n_groups, n_parallel) if both else 1
-        self._engine, self._load_s, self._cancelled = engine, load_s, cancelled
+        self._engine, self._load_s, self._cancelled, self._on_prefill = engine, load_s, cancelled, on_prefill
         self._n_draft = min(n_draft, placement.n_draft) if curve is not None and engine.can_go_back else 0
         self._curve = curve if self._n_draft else None
         half = -(-n_parallel // self._n_groups)
@@ -143,7 +145,8 @@ class Batch:
         """Evaluate a prompt and draw the first token."""
         start = time.perf_counter()
         slot.n_cached = self._prime(slot)
-        self._engine.evaluate(slot.task.prompt[slot.n_cached :], slot.seq)
+        rest, tell = slot.task.prompt[slot.n_cached :], self._on_prefill
+        self._engine.evaluate(rest, slot.seq, progress=tell and (lambda done: tell(done, len(rest))))
         slot.prefill_s = time.perf_counter() - start
         if slot.reply.reason is None:
             slot.push(self._engine.sample(slot.sampler))
