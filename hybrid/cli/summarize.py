@@ -14,7 +14,6 @@ import click
 
 from hybrid.cli.options import PLACEMENT, json_option, pick, placement_options
 from hybrid.errors import BadRequestError
-from hybrid.schedule.scheduler import DEFAULT_N_CTX
 
 if TYPE_CHECKING:
     from hybrid import Hybrid, Summary
@@ -38,7 +37,6 @@ OPTIONS = (
 SUFFIX = ".summary.txt"
 N_DRAFT = 7
 """As `hybrid.apps.summarize.api` has it, which is not imported for --help."""
-MOST_PARALLEL = 8
 
 DETAILS = """
 \b
@@ -252,7 +250,7 @@ class _Command:
     def run(self, documents: Sequence[Document], model: str | None, combined: bool) -> None:
         """Summarise everything. The answers saved on the way are removed when all is written."""
         from hybrid import Hybrid
-        from hybrid.apps.summarize.api import SummaryRun, together
+        from hybrid.apps.summarize.api import SummaryRun, most_useful, together
 
         runs: list[SummaryRun] = []
         summaries: list[Summary] = []
@@ -262,7 +260,7 @@ class _Command:
                 model,
                 progress=self._bar.load,
                 n_sequences=options.parallel,
-                most_sequences=self._useful(documents),
+                most_sequences=most_useful(documents, options.strategy, self._placement["n_ctx"]),
                 n_draft=options.speculate,
                 **self._placement,
             ) as loaded:
@@ -290,12 +288,6 @@ class _Command:
             self._bar.clear()
             for run in runs:
                 run.__exit__()
-
-    def _useful(self, documents: Sequence[Document]) -> int:
-        """About as many sequences as the longest document has chunks; a token is taken to be three bytes."""
-        n_ctx = self._placement["n_ctx"] or DEFAULT_N_CTX
-        longest = max(len(document.text.encode()) for document in documents) // 3
-        return min(MOST_PARALLEL, -(-longest // n_ctx))
 
     def _one(self, run: Any, model: Hybrid, target: Path | None) -> Summary:
         self._say(run.notes)

@@ -24,12 +24,15 @@ from hybrid.apps.summarize.tokens import Tokenizer
 from hybrid.apps.summarize.work import Answering, Sampling
 from hybrid.errors import BadRequestError, EngineError
 from hybrid.runtime.curve import BatchCurve
+from hybrid.schedule.scheduler import DEFAULT_N_CTX
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
 
 Strategy = Literal["auto", "single", "map-reduce", "refine"]
 HEAD_BYTES = 1 << 20
+MOST_PARALLEL = 8
+"""Chunks at a time that `auto` takes at most: beyond, batches gain little."""
 N_DRAFT = 7
 """Tokens drafted at a time, at most: with the one before them a batch of eight."""
 
@@ -103,7 +106,10 @@ def summarize(
     """
     document = source if isinstance(source, Document) else read_document(source, encoding=encoding)
     chosen = replace(options or SummaryOptions(), **more)
-    with _loaded(model, chosen) as loaded, SummaryRun(document, loaded, chosen, resume, checkpoint, progress) as run:
+    with (
+        _loaded(model, chosen, document) as loaded,
+        SummaryRun(document, loaded, chosen, resume, checkpoint, progress) as run,
+    ):
         summary = run.run()
         run.finish()
         return summary
@@ -113,6 +119,15 @@ def together(summaries: Sequence[Summary]) -> Document:
     """The summaries of several documents as one, for `SummaryRun(…, last="combine")`."""
     text = "\n\n".join(f"# {summary.report.name}\n\n{summary}" for summary in summaries)
     return Document.of_text(text, "All documents together")
+
+
+def most_useful(documents: Sequence[Document], strategy: Strategy, n_ctx: int | None = None) -> int:
+    """About as many sequences as the longest of the documents will have chunks to be answered at once, but not more
+    than MOST_PARALLEL. What a token is, a model must say; here it is three bytes."""
+    if strategy in ("single", "refine"):
+        return 1
+    longest = max((len(document.text.encode()) for document in documents), default=0) // 3
+    return max(1, min(MOST_PARALLEL, -(-longest // (n_ctx or DEFAULT_N_CTX))))
 
 
 class SummaryRun:
@@ -240,13 +255,14 @@ def _parallel(options: SummaryOptions, model: Hybrid) -> int:
 
 
 @contextmanager
-def _loaded(model: Hybrid | str | Path | None, options: SummaryOptions) -> Iterator[Hybrid]:
+def _loaded(model: Hybrid | str | Path | None, options: SummaryOptions, document: Document) -> Iterator[Hybrid]:
     from hybrid import Hybrid
 
     if isinstance(model, Hybrid):
         yield model
         return
-    with Hybrid(model, n_sequences=options.parallel, n_draft=options.speculate) as loaded:
+    most = most_useful([document], options.strategy)
+    with Hybrid(model, n_sequences=options.parallel, most_sequences=most, n_draft=options.speculate) as loaded:
         yield loaded
 
 
