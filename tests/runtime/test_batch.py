@@ -369,6 +369,41 @@ def loaded(llama_f32: Path) -> Iterator[Hybrid]:
         yield model
 
 
+def test_the_head_is_at_work_on_one_group_while_the_tail_decodes_the_other(
+    loaded: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = loaded.engine
+    assert engine.head is not None
+    assert engine.tail is not None
+    forward, decode = engine.head.forward, engine.tail.decode
+    change, n_begun, n_decoded, beside = threading.Condition(), 0, 0, 0
+
+    def front(tokens: Any, *args: Any) -> Any:
+        nonlocal n_begun
+        if len(tokens) < 3:  # a step of decode
+            with change:
+                n_begun += 1
+                change.notify()
+        return forward(tokens, *args)
+
+    def back(inputs: Any, *args: Any) -> None:
+        nonlocal n_decoded, beside
+        if len(inputs) < 3:
+            n_decoded += 1
+            if beside == n_decoded - 1 < 10:  # not once it has failed
+                with change:
+                    beside += change.wait_for(lambda: n_begun > n_decoded, timeout=20)
+        decode(inputs, *args)
+
+    monkeypatch.setattr(engine.head, "forward", front)
+    monkeypatch.setattr(engine.tail, "decode", back)
+    options = Options(sampling=SamplingParams(temperature=0), max_tokens=20, ignore_eos=True)
+    asked = [Task(prompt=tuple(TOKENS[i : i + 9]), options=options, index=i) for i in range(3)]
+    done = outcome(engine, 3, asked)  # two groups: two sequences and one
+    assert all(len(d.completion.tokens) == 20 for d in done.values())
+    assert beside == 10
+
+
 def test_one_long_prompt_is_refused_before_anything_runs(loaded: Hybrid) -> None:
     held = loaded.engine.tokens()
     with pytest.raises(BadRequestError, match="holds 256"):
