@@ -276,11 +276,10 @@ class Engine:
         Raises EngineError for logits that are not finite: llama.cpp would draw from them without a word.
         """
         row = self.logits(i)
-        token = int(row.argmax())
-        if not np.isfinite(row[token]):
+        if not np.isfinite(row.max()):
             raise EngineError("The model computed logits that are not numbers; its file may be damaged.")
         if sampler.takes_the_largest:
-            return token
+            return sampler.largest(row)
         if self.tail is not None:
             return sampler.sample_from(self.tail.context, i)
         return sampler.sample(row)

@@ -66,8 +66,8 @@ class SamplingParams:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether sampling means no more than taking the token with the largest logit."""
-        return self.temperature == 0 and not self.logit_bias and not self.has_penalties
+        """Whether sampling means no more than taking the token with the largest logit, biases added."""
+        return self.temperature == 0 and not self.has_penalties
 
     @property
     def has_penalties(self) -> bool:
@@ -83,7 +83,9 @@ class Sampler:
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
         self._remembers = params.has_penalties
         self.takes_the_largest = params.is_argmax
-        """Whether it has no state and always takes the token with the largest logit (the first of several)."""
+        """Whether it has no state and always takes the token with the largest logit: `largest` is the same, sooner."""
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._biases = np.array(list(params.logit_bias.values()), np.float32)
         lib = self._lib = llama_cpp()
         self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if not self._chain:
@@ -92,6 +94,13 @@ class Sampler:
             lib.llama_sampler_chain_add(self._chain, sampler)
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._candidates: npt.NDArray[Any] | None = None
+
+    def largest(self, logits: npt.NDArray[np.float32]) -> int:
+        """The token with the largest of `logits` [n_vocab], biases added; the first of several, as in llama.cpp."""
+        if self._biased.size:
+            logits = logits.copy()
+            logits[self._biased] += self._biases
+        return int(logits.argmax())
 
     def sample_from(self, context: Any, index: int) -> int:
         """The next token from output `index` of a llama.cpp context's last decode; accepted into the penalties."""
