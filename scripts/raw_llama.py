@@ -22,14 +22,17 @@ _SILENT = lib.llama_log_callback(lambda level, text, data: None)  # C keeps call
 class RawLlama:
     """A model and a context with llama.cpp's own defaults, on the CPU."""
 
-    def __init__(self, path: str, *, n_ctx: int = 1024, n_threads: int | None = None) -> None:
+    def __init__(self, path: str, *, n_ctx: int = 1024, n_threads: int | None = None, n_sequences: int = 1) -> None:
+        """`n_ctx` tokens for each sequence."""
         lib.llama_log_set(_SILENT, None)
         n_threads = n_threads or psutil.cpu_count(logical=False) or 1
         model_params = lib.llama_model_default_params()
         model_params.n_gpu_layers = 0
         self.model = lib.llama_model_load_from_file(path.encode(), model_params)
         params = lib.llama_context_default_params()
-        params.n_ctx = params.n_batch = n_ctx
+        params.n_ctx = n_ctx * n_sequences
+        params.n_batch = n_ctx
+        params.n_seq_max = n_sequences
         params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = n_threads
         self.context = lib.llama_init_from_model(self.model, params)
@@ -52,6 +55,36 @@ class RawLlama:
             raise RuntimeError(f"llama_decode returned {status}")
         if output:
             lib.llama_get_logits_ith(self.context, -1)  # waits for the result
+
+    def step(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Evaluate (token, position, sequence) rows in one batch, with the logits of each."""
+        batch = lib.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (token, position, seq) in enumerate(rows):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = int(token), position, 1, seq
+            batch.logits[i] = True
+        status = lib.llama_decode(self.context, batch)
+        lib.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+        lib.llama_get_logits_ith(self.context, -1)  # waits for the result
+
+    def prompt(self, tokens: Sequence[int], seq: int) -> None:
+        """Evaluate `tokens` at the beginning of `seq`, with the logits of the last."""
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = int(token), i, 1, seq
+            batch.logits[i] = i == len(tokens) - 1
+        status = lib.llama_decode(self.context, batch)
+        lib.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode returned {status}")
+        lib.llama_get_logits_ith(self.context, -1)
+
+    def forget(self, position: int, seq: int) -> None:
+        """Drop what `seq` holds from `position` on."""
+        lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), seq, position, -1)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`, with BOS where the model wants it."""

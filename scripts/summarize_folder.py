@@ -22,7 +22,7 @@ def main() -> int:
         sys.exit("usage: python scripts/summarize_folder.py FOLDER [MODEL]")
     folder, model = Path(sys.argv[1]), (sys.argv[2:] or ["smollm2-135m"])[0]
     failed = 0
-    with Hybrid(model, n_ctx=4096) as loaded:
+    with Hybrid(model, n_ctx=4096, n_sequences="auto", n_draft=7) as loaded:  # several chunks at a time
         for path in sorted(p for p in folder.iterdir() if p.suffix.lower() in KINDS):
             target = path.with_name(path.name + ".summary.txt")
             if target.exists() or path.name.endswith(".summary.txt"):

@@ -32,8 +32,11 @@ OPTIONS = (
     "repeat_penalty",
     "seed",
     "parallel",
+    "speculate",
 )
 SUFFIX = ".summary.txt"
+N_DRAFT = 7
+"""As `hybrid.apps.summarize.api` has it, which is not imported for --help."""
 
 DETAILS = """
 \b
@@ -60,10 +63,22 @@ WHAT IS READ
 INTERRUPTED RUNS
   Every answer is saved as soon as it is there, in hybrid/summaries in your
   state directory (~/.local/state on Linux). After Ctrl-C, a crash or a power
-  cut the same command with --resume goes on from there. At temperature 0 the
-  result is the same as without the interruption. If the document, the model or
-  an option changed, it starts afresh and says so. The saved answers are removed
-  when the summary is written.
+  cut the same command with --resume goes on from there. At temperature 0 and
+  with --parallel 1 the result is the same as without the interruption. If the
+  document, the model or an option changed, it starts afresh and says so. The
+  saved answers are removed when the summary is written.
+
+\b
+SPEED
+  --parallel N reads N chunks at a time, each in a context of its own, and
+  decodes their summaries in one batch; where the model is split, the CPU works
+  on one half of them while the GPU works on the other. On quantised models a
+  summary may then differ in a word from the one made alone, and from one run
+  to the next; --parallel 1 repeats exactly, and is what --resume repeats.
+  --speculate N guesses up to N tokens at a time from what the text and the
+  summary repeat, and verifies them together: the summary is the same, sooner
+  where it quotes. Guesses are made only where they were right often enough to
+  pay, by what a batch costs on this machine (measured once, then kept).
 
 \b
 PROMPTS
@@ -96,6 +111,21 @@ def _show_prompts(ctx: click.Context, param: click.Parameter, value: bool) -> No
         for name, template in TEMPLATES.items():
             click.echo(f"== {name}.txt ==\n{template}\n")
         ctx.exit()
+
+
+def _parallel(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
+    return "auto" if value.strip().lower() == "auto" else _number(ctx, param, value, 1, "auto")
+
+
+def _speculate(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    return 0 if value.strip().lower() == "off" else _number(ctx, param, value, 0, "off")
+
+
+def _number(ctx: click.Context, param: click.Parameter, value: str, least: int, word: str) -> int:
+    text = value.strip()
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) >= least):
+        raise click.BadParameter(f"{value!r} is not a whole number of {least} or more, or {word!r}", ctx, param)
+    return int(text)
 
 
 @click.command(epilog=DETAILS)
@@ -132,7 +162,20 @@ def _show_prompts(ctx: click.Context, param: click.Parameter, value: bool) -> No
     help="Tokens that neighbouring chunks may share.  [default: a twentieth of a chunk; refine: 0]",
 )
 @click.option(
-    "--parallel", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="Chunks at a time."
+    "--parallel",
+    default="auto",
+    show_default=True,
+    metavar="N|auto",
+    callback=_parallel,
+    help="Chunks at a time; auto: as many as fit in memory, up to 8. See below.",
+)
+@click.option(
+    "--speculate",
+    default=str(N_DRAFT),
+    show_default=True,
+    metavar="N|off",
+    callback=_speculate,
+    help="Most tokens to guess at a time where a text is quoted. See below.",
 )
 @click.option(
     "--temp",
@@ -207,12 +250,20 @@ class _Command:
     def run(self, documents: Sequence[Document], model: str | None, combined: bool) -> None:
         """Summarise everything. The answers saved on the way are removed when all is written."""
         from hybrid import Hybrid
-        from hybrid.apps.summarize.api import SummaryRun, together
+        from hybrid.apps.summarize.api import SummaryRun, most_useful, together
 
         runs: list[SummaryRun] = []
         summaries: list[Summary] = []
         try:
-            with Hybrid(model, progress=self._bar.load, **self._placement) as loaded:
+            options = self._options
+            with Hybrid(
+                model,
+                progress=self._bar.load,
+                n_sequences=options.parallel,
+                most_sequences=most_useful(documents, options.strategy, self._placement["n_ctx"]),
+                n_draft=options.speculate,
+                **self._placement,
+            ) as loaded:
                 self._say(loaded.notes)
                 for document, target in zip(documents, self._targets, strict=False):
                     runs.append(SummaryRun(document, loaded, self._options, self._resume, True, self._bar.show))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,12 @@ from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
+from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.completion import Completion, Stream
+from hybrid.runtime.curve import BatchCurve, curve_of
 from hybrid.runtime.engine import Engine
-from hybrid.runtime.generate import Options, generate
+from hybrid.runtime.generate import generate
+from hybrid.runtime.reply import Options
 from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
@@ -31,6 +34,9 @@ if TYPE_CHECKING:
     from hybrid.tail.vocab import Vocabulary
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
+MIN_PREFIX = 16
+"""Tokens that all prompts of `generate_many` must begin with to be evaluated apart."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -73,7 +79,9 @@ class Hybrid:
         n_batch: int | None = None,
         n_ubatch: int | None = None,
         n_threads: int | None = None,
-        n_sequences: int = 1,
+        n_sequences: int | str = 1,
+        most_sequences: int = 8,
+        n_draft: int = 0,
         kv: str = "device",
         kv_dtype: str = "f16",
         kv_budget: int | None = None,
@@ -83,7 +91,9 @@ class Hybrid:
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
 
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
-        `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
+        `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained); `n_sequences`
+        ("auto": as many as fit, up to `most_sequences`) can be at work at once, with up to `n_draft` guessed tokens in
+        a step (see `generate_many`). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
 
         `kv` says where the KV cache of the GPU's layers lives: "device"; "stream" (host memory, fetched a layer
@@ -110,6 +120,8 @@ class Hybrid:
                     n_ubatch=n_ubatch,
                     n_threads=n_threads,
                     n_sequences=n_sequences,
+                    most_sequences=most_sequences,
+                    n_draft=n_draft,
                     kv=kv,
                     kv_dtype=kv_dtype,
                     kv_budget=kv_budget,
@@ -221,25 +233,22 @@ class Hybrid:
         None runs until the model ends or the context is full (`finish_reason` "length"). A stop string ends the text
         and is not part of it. Raises BadRequestError if the prompt does not fit the context.
         """
-        options = Options(
-            sampling=SamplingParams(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repeat_penalty=repeat_penalty,
-                repeat_last_n=repeat_last_n,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                seed=seed,
-                logit_bias=dict(logit_bias or {}),
-            ),
+        options = options_of(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            repeat_last_n=repeat_last_n,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            logit_bias=logit_bias,
             max_tokens=max_tokens,
-            stop=_stops(stop),
+            stop=stop,
             ignore_eos=ignore_eos,
         )
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
-        self._check(tokens)
+        tokens = self._prompt(prompt)
         result: list[Completion] = []
         cancelled = False
         pieces = self._pieces(tokens, options, result, lambda: cancelled or self._closing)
@@ -256,6 +265,59 @@ class Hybrid:
             for _ in pieces:
                 pass
         return result[0]
+
+    def generate_many(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        *,
+        n_parallel: int | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Iterator[tuple[int, Completion]]:
+        """Continue each of `prompts`, several at a time; yields (index, Completion) as they are finished.
+
+        `n_parallel` of them are at work at once (default: the model's `n_sequences`); where one has ended, the next
+        begins. What all prompts begin with is evaluated once. Takes the options of `generate`, and each completion is
+        what `generate` would have given. With `n_draft`, tokens are drafted from what the text repeats: the same text,
+        sooner. Raises BadRequestError, before anything runs, for a prompt that does not fit.
+        """
+        how = options_of(**options)
+        tokens = [tuple(self._prompt(prompt)) for prompt in prompts]
+        longest = max(map(len, tokens), default=0)
+        if longest > self.n_ctx:
+            raise BadRequestError(
+                f"A prompt has {longest} tokens, but the context holds {self.n_ctx}; raise it with -c or cut it."
+            )
+        n = _common(tokens) if len(tokens) > 1 else 0
+        n_prefix = n if n >= MIN_PREFIX else 0
+        tasks = iter([Task(prompt=p, options=how, n_prefix=n_prefix, index=i) for i, p in enumerate(tokens)])
+        batch = self.batch(self.placement.n_sequences if n_parallel is None else n_parallel)
+        return ((done.task.index, done.completion) for done in self.serve(batch, lambda: next(tasks, None)))
+
+    def batch(self, n_parallel: int, *, curve: BatchCurve | None = None, n_draft: int | None = None) -> Batch:
+        """What runs several requests at once; `serve` feeds it. It drafts by `curve` (default: this model's own) up to
+        `n_draft` tokens (default, and at most: what the model was loaded for)."""
+        engine = self.engine
+        n_draft = min(self.placement.n_draft if n_draft is None else n_draft, self.placement.n_draft)
+        if curve is None and (n_draft or (n_parallel > 1 and engine.head is not None and engine.tail is not None)):
+            curve = self.batch_curve()
+        return Batch(
+            engine,
+            n_parallel,
+            curve=curve,
+            n_draft=n_draft,
+            load_s=self._load_s,
+            on_prefill=self._told_prefill(),
+            cancelled=lambda: self._closing,
+        )
+
+    def batch_curve(self) -> BatchCurve:
+        """What a step costs by the number of tokens in it, measured once for this model and machine and then kept."""
+        with self._turns.queue, self._turns.begin(object()):
+            return curve_of(self.engine)
+
+    def serve(self, batch: Batch, supply: Callable[[], Task | None]) -> Iterator[Finished]:
+        """The results of the tasks that `supply` gives until it has no more, in the order in which they end."""
+        return self._in_turn(batch.run(supply))
 
     @overload
     def chat(
@@ -328,7 +390,18 @@ class Hybrid:
         if not tokens:
             raise BadRequestError("The prompt is empty.")
 
-    def _in_turn(self, pieces: Iterator[str]) -> Iterator[str]:
+    def _told_prefill(self) -> Callable[[int, int], None] | None:
+        """Who wants to know how far a prompt is read."""
+        progress = self._progress
+        return progress and (lambda done, total: progress("prompt", done / total))
+
+    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """A prompt's token ids. Raises BadRequestError for one that is none."""
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
+        self._check(tokens)
+        return tokens
+
+    def _in_turn(self, pieces: Iterator[T]) -> Iterator[T]:
         """`pieces` one by one, the model free between them."""
         turn = self._turns.begin
         while True:
@@ -343,16 +416,38 @@ class Hybrid:
     def _pieces(
         self, tokens: list[int], options: Options, result: list[Completion], cancelled: Callable[[], bool]
     ) -> Generator[str, None, None]:
-        progress = self._progress
         completion = yield from generate(
             self.engine,
             tokens,
             options,
             load_s=self._load_s,
             cancelled=cancelled,
-            on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
+            on_prefill=self._told_prefill(),
         )
         result.append(completion)
+
+
+def options_of(
+    *,
+    max_tokens: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    ignore_eos: bool = False,
+    logit_bias: Mapping[int, float] | None = None,
+    **sampling: Any,
+) -> Options:
+    """The options of `generate` as one object. Raises BadRequestError for senseless values."""
+    return Options(
+        sampling=SamplingParams(logit_bias=dict(logit_bias or {}), **sampling),
+        max_tokens=max_tokens,
+        stop=_stops(stop),
+        ignore_eos=ignore_eos,
+    )
+
+
+def _common(prompts: Sequence[tuple[int, ...]]) -> int:
+    """How many tokens all of them begin with."""
+    first, last = min(prompts), max(prompts)
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
 def _ids(prompt: object) -> list[int]:

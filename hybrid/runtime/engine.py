@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -33,12 +33,37 @@ INLINE_TOKENS = 8
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens of one sequence that are evaluated together, at most n_batch of them. All arrays are [n_tokens]."""
+    """Tokens that are evaluated together, at most n_batch of them, of one sequence or of several, one after the other.
+    All arrays are [n_tokens]."""
 
     tokens: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
     seqs: npt.NDArray[np.int32]
     outputs: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class State:
+    """A sequence as it was saved: its tokens, and what each half (where it exists) holds of them."""
+
+    tokens: tuple[int, ...]
+    head: bytes | None
+    tail: bytes | None
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes it takes."""
+        return len(self.head or b"") + len(self.tail or b"")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch under way through both halves: `rows` are the tokens it appends to each sequence."""
+
+    rows: Mapping[int, Sequence[int]]
+    chunk: Chunk
+    front: Job[Parcel | Logits | None] | None
+    alone: bool
 
 
 class Engine:
@@ -66,6 +91,7 @@ class Engine:
         self._stopping = False  # a bool, because setting a threading.Event can be interrupted with its lock held
         self._tokens: list[list[int]] = [[] for _ in range(placement.n_sequences)]
         self._logits: Logits | None = None
+        self._threads = placement.n_threads_tail, placement.n_threads_tail_batch
         self._tail_thread = Worker("hybrid-tail")
         self._head_thread = Worker("hybrid-head")
         try:
@@ -81,6 +107,11 @@ class Engine:
         """llama.cpp's tokenizer for this model."""
         assert self._vocabulary is not None
         return self._vocabulary
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether the last tokens of a sequence can be forgotten again: not where a layer's state is recurrent."""
+        return self.tail is None or self.tail.can_go_back
 
     def tokens(self, seq: int = 0) -> tuple[int, ...]:
         """The tokens both halves hold for `seq`, by position."""
@@ -109,6 +140,25 @@ class Engine:
                 trim(seq, 0)
         del self._tokens[seq][n:]
         return n
+
+    def save(self, seq: int = 0) -> State:
+        """The sequence as bytes, exactly, for `load` of this engine."""
+        head = None if self.head is None else self.head.cache.save(seq)
+        tail = None if self.tail is None else self.tail.save(seq)
+        return State(self.tokens(seq), head, tail)
+
+    def load(self, state: State, seq: int = 0) -> None:
+        """Replace `seq` by what was saved, of whichever sequence."""
+        try:
+            self._tokens[seq] = []
+            if self.head is not None and state.head is not None:
+                self.head.cache.load(seq, state.head)
+            if self.tail is not None and state.tail is not None:
+                self.tail.load(seq, state.tail)
+            self._tokens[seq] = list(state.tokens)
+        except BaseException:
+            self.trim(0, seq)
+            raise
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -146,6 +196,7 @@ class Engine:
         self._stopping = False
         if self.tail is not None:
             self.tail.withdraw_abort()
+        self._use_threads(self.placement.n_threads_tail, self.placement.n_threads_tail_batch)
         try:
             if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
                 finish(chunks[0], self._on_head_thread(chunks[0]))
@@ -158,6 +209,45 @@ class Engine:
             self.trim(len(held), seq)  # the halves may hold more than both have finished
             raise
         return np.concatenate(rows) if outputs == "all" else None
+
+    def begin(self, rows: Mapping[int, Sequence[int]], *, alone: bool = True) -> Step:
+        """Start a batch that appends tokens to several sequences, {sequence: tokens}: the head works on it from now on.
+
+        `complete` ends it; steps are completed in the order in which they began, at most two are under way at a time,
+        and those two are of different sequences. `alone`: no other is, so the tail may use all threads. Raises
+        BadRequestError if a context has no room.
+        """
+        for seq, tokens in rows.items():
+            if len(self._tokens[seq]) + len(tokens) > self.placement.n_ctx:
+                raise BadRequestError(
+                    f"{len(self._tokens[seq]) + len(tokens)} tokens do not fit the context of "
+                    f"{self.placement.n_ctx} tokens."
+                )
+        chunk = _mixed(rows, [len(self._tokens[seq]) for seq in rows])
+        front = None if self.head is None else self._head_thread.submit(lambda: self._front(chunk))
+        return Step(rows, chunk, front, alone)
+
+    def complete(self, step: Step) -> None:
+        """The tail's part of a step; afterwards `sample(sampler, i)` draws from the logits of its i-th token.
+
+        If it raises, `abandon` what is under way.
+        """
+        p = self.placement
+        front = None if step.front is None else step.front.result()
+        self._use_threads(*((p.n_threads_tail,) * 2 if step.alone else (p.n_threads_tail_batch,) * 2))
+        self._back(step.chunk, front)
+        for seq, tokens in step.rows.items():
+            self._tokens[seq].extend(tokens)
+
+    def abandon(self) -> None:
+        """Forget the steps that are under way or failed: the halves go back to what both hold."""
+        try:
+            self._wait_until_idle()
+        finally:
+            if self._boundary is not None:
+                self._boundary.reset()
+            for seq, held in enumerate(self._tokens):
+                self.trim(len(held), seq)
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
@@ -180,26 +270,33 @@ class Engine:
         if self.tail is not None:
             self.tail.abort()
 
-    def sample(self, sampler: Sampler) -> int:
-        """The next token from the last evaluated token's logits.
+    def sample(self, sampler: Sampler, i: int = -1) -> int:
+        """The next token from the logits of the last batch's token `i` (negative: of its outputs, from the end).
 
         Raises EngineError for logits that are not finite: llama.cpp would draw from them without a word.
         """
-        if not np.isfinite(self.last_logits().max()):
+        row = self.logits(i)
+        if not np.isfinite(row.max()):
             raise EngineError("The model computed logits that are not numbers; its file may be damaged.")
+        if sampler.takes_the_largest:
+            return sampler.largest(row)
         if self.tail is not None:
-            return sampler.sample_from(self.tail.context, -1)
-        return sampler.sample(self.last_logits())
+            return sampler.sample_from(self.tail.context, i)
+        return sampler.sample(row)
 
     def last_logits(self) -> Logits:
         """The last evaluated token's logits, [n_vocab]; valid until the next evaluation."""
+        return self.logits(-1)
+
+    def logits(self, i: int) -> Logits:
+        """The same of the last batch's token `i`, or if negative, of its outputs counted from the end."""
         if self.tail is not None:
-            row: Logits = self.tail.logits(-1)
+            row: Logits = self.tail.logits(i)
             return row
         if self._logits is None:
             raise BadRequestError("There are no logits yet: evaluate a token first.")
-        last: Logits = self._logits[-1]
-        return last
+        own: Logits = self._logits[i]
+        return own
 
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""
@@ -212,6 +309,12 @@ class Engine:
         self.head = self.tail = self._vocabulary = self._boundary = self._logits = None
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _use_threads(self, single: int, batch: int) -> None:
+        """The tail's threads from now on, for single tokens and for batches of several."""
+        if self.tail is not None and self._threads != (single, batch):
+            self.tail.set_threads(single, batch)
+            self._threads = single, batch
 
     def _chunks(self, tokens: Sequence[int], start: int, seq: int, outputs: Outputs) -> Iterator[Chunk]:
         ids = np.asarray(tokens, np.int32)
@@ -372,8 +475,21 @@ class Engine:
     def _reopen_tail(self, n_outputs_max: int | None) -> None:
         assert self.tail is not None
         self.tail.reopen(n_outputs_max)
+        self._threads = self.placement.n_threads_tail, self.placement.n_threads_tail_batch
         for seq in range(self.placement.n_sequences):
             self.trim(0, seq)
+
+
+def _mixed(rows: Mapping[int, Sequence[int]], starts: Sequence[int]) -> Chunk:
+    """One chunk of several sequences' next tokens, all of whose logits are wanted."""
+    counts = [len(tokens) for tokens in rows.values()]
+    positions = [np.arange(start, start + n, dtype=np.int32) for start, n in zip(starts, counts, strict=True)]
+    return Chunk(
+        np.asarray([token for tokens in rows.values() for token in tokens], np.int32),
+        np.concatenate(positions),
+        np.repeat(np.asarray(list(rows), np.int32), counts),
+        np.ones(sum(counts), np.bool_),
+    )
 
 
 def _drop(front: Parcel | Logits | None) -> None:

@@ -64,12 +64,28 @@ class SamplingParams:
         if any(math.isnan(bias) for bias in self.logit_bias.values()):
             raise BadRequestError("logit_bias values must be numbers, not nan.")
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether sampling means no more than taking the token with the largest logit, biases added."""
+        return self.temperature == 0 and not self.has_penalties
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens matter."""
+        one, other = self.frequency_penalty, self.presence_penalty
+        return bool(self.repeat_last_n and (self.repeat_penalty != 1 or one or other))
+
 
 class Sampler:
     """One chain for one sequence: logit bias, penalties, then greedy or top-k, top-p, min-p, temperature, draw
     (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them."""
 
     def __init__(self, params: SamplingParams, n_vocab: int) -> None:
+        self._remembers = params.has_penalties
+        self.takes_the_largest = params.is_argmax
+        """Whether it has no state and always takes the token with the largest logit: `largest` is the same, sooner."""
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._biases = np.array(list(params.logit_bias.values()), np.float32)
         lib = self._lib = llama_cpp()
         self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if not self._chain:
@@ -78,6 +94,13 @@ class Sampler:
             lib.llama_sampler_chain_add(self._chain, sampler)
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._candidates: npt.NDArray[Any] | None = None
+
+    def largest(self, logits: npt.NDArray[np.float32]) -> int:
+        """The token with the largest of `logits` [n_vocab], biases added; the first of several, as in llama.cpp."""
+        if self._biased.size:
+            logits = logits.copy()
+            logits[self._biased] += self._biases
+        return int(logits.argmax())
 
     def sample_from(self, context: Any, index: int) -> int:
         """The next token from output `index` of a llama.cpp context's last decode; accepted into the penalties."""
@@ -108,6 +131,8 @@ class Sampler:
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Let the penalties see tokens that were not sampled here."""
+        if not self._remembers:
+            return
         for token in tokens:
             self._lib.llama_sampler_accept(self._chain, token)
 
@@ -131,7 +156,7 @@ def _samplers(lib: Any, params: SamplingParams, n_vocab: int) -> Iterable[Any]:
                 raise BadRequestError(f"logit_bias names token {token}, but the vocabulary has {n_vocab} tokens.")
         bias = (lib.llama_logit_bias * len(params.logit_bias))(*params.logit_bias.items())
         yield lib.llama_sampler_init_logit_bias(n_vocab, len(params.logit_bias), bias)
-    if params.repeat_last_n and (params.repeat_penalty != 1 or params.frequency_penalty or params.presence_penalty):
+    if params.has_penalties:
         yield lib.llama_sampler_init_penalties(
             n_vocab, params.repeat_last_n, params.repeat_penalty, params.frequency_penalty, params.presence_penalty
         )

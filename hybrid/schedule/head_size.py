@@ -67,7 +67,7 @@ OUTPUT = ("output_norm.weight", "output.bias")
 
 def activation_bytes(spec: ModelSpec, placement: Placement) -> int:
     """The most bytes a batch's tensors take at once: n_batch tokens through the layer that needs most, or the logits
-    of one token a sequence at k = L."""
+    of as many as are wanted at k = L."""
     k = placement.n_gpu_layers
     if k == 0:
         return 0
@@ -77,7 +77,7 @@ def activation_bytes(spec: ModelSpec, placement: Placement) -> int:
         max(_feed_forward(spec, layer, n, placement), _attention(spec, layer, tier, n, placement))
         for layer, tier in zip(head, tiers(head, placement), strict=True)
     )
-    logits = 4 * placement.n_sequences * (spec.n_vocab + spec.n_embd) if k == spec.n_layers else 0
+    logits = 4 * placement.n_outputs * (spec.n_vocab + spec.n_embd) if k == spec.n_layers else 0
     return max(most, logits)
 
 

@@ -84,7 +84,7 @@ def compute_bytes(spec: ModelSpec, placement: Placement) -> int:
     n = _micro_batch(placement)
     cells = {bool(layer.window): llama_cells(layer, placement) for layer in layers}
     masks = 2 * n * sum(cells.values())  # float16, one for each kind of cache
-    logits = 4 * placement.n_sequences * spec.n_vocab
+    logits = 4 * placement.n_outputs * spec.n_vocab
     if len(layers) == 1:  # the last layer's feed-forward part sees only the tokens whose logits are wanted
         graph = 4 * n * (spec.n_embd + _attention(spec, layers[0])) + _cast(layers[0], placement) + logits
     else:
@@ -93,10 +93,10 @@ def compute_bytes(spec: ModelSpec, placement: Placement) -> int:
 
 
 def output_bytes(spec: ModelSpec, placement: Placement) -> int:
-    """The buffer logits are left in: one row a sequence."""
+    """The buffer logits are left in: a row for each output."""
     if placement.n_gpu_layers == spec.n_layers:
         return 0
-    return 4 * spec.n_vocab * placement.n_sequences
+    return 4 * spec.n_vocab * placement.n_outputs
 
 
 def work_bytes(spec: ModelSpec, placement: Placement) -> int:

@@ -29,6 +29,8 @@ class Placement:
     n_ubatch: int = 512
     """Tokens llama.cpp computes at a time within a chunk (its micro-batch)."""
     n_sequences: int = 1
+    n_draft: int = 0
+    """Drafted tokens that a batch may carry beside one token a sequence (speculation)."""
     kv: KVStrategy = "device"
     kv_dtype: KVDtype = "f16"
     kv_budget: int | None = None
@@ -43,6 +45,11 @@ class Placement:
     n_threads_tail_batch: int = 1
     """llama.cpp threads during prefill, when the head computes at the same time."""
     n_threads_attend: int = 1
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of logits a batch may ask for."""
+        return self.n_sequences + self.n_draft
 
     def to_dict(self) -> dict[str, Any]:
         """The whole placement as JSON-ready values; every record of a run carries it."""

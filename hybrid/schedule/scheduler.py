@@ -17,6 +17,7 @@ from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
+from hybrid.schedule.sequences import with_sequences
 
 DEFAULT_N_CTX = 4096
 """The context without -c, where the model was trained for it and memory allows it."""
@@ -42,7 +43,11 @@ class Request:
     n_batch: int | None = None
     n_ubatch: int | None = None
     n_threads: int | None = None
-    n_sequences: int = 1
+    n_sequences: int | str = 1
+    """Sequences at a time; "auto": as many as fit beside the context and the layers chosen for one."""
+    most_sequences: int = 8
+    """For "auto"."""
+    n_draft: int = 0
     kv: str = "device"
     kv_dtype: str = "f16"
     kv_budget: int | None = None
@@ -66,6 +71,8 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     Raises BadRequestError for a senseless request, UnsupportedError where this machine or version cannot serve it
     (GPU layers without a GPU, a k the architecture forbids), OutOfMemoryError where it cannot fit.
     """
+    if request.n_sequences == "auto":
+        return _as_many_as_fit(spec, request)
     notes: list[str] = []
     kv, kv_dtype = _checked_kv(request)
     n_sequences = _positive("n_sequences", request.n_sequences)
@@ -79,6 +86,7 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         n_gpu_layers=layers or 0,
         n_ctx=1,
         n_sequences=n_sequences,
+        n_draft=_natural("n_draft", request.n_draft),
         kv=kv,
         kv_dtype=kv_dtype,
         kv_budget=_kv_budget(request),
@@ -98,6 +106,17 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     return Plan(placement, tuple(notes))
 
 
+def _as_many_as_fit(spec: ModelSpec, request: Request) -> Plan:
+    """The plan for one sequence, and beside it whatever fits."""
+    one = plan(spec, replace(request, n_sequences=1))
+    p = one.placement
+    vram = None
+    if p.n_gpu_layers and p.device != "cpu":
+        vram = _vram(p.device)[0] - request.vram_reserve
+    placement, note = with_sequences(spec, p, request.most_sequences, Budget(vram_bytes=vram, ram_bytes=ram_budget()))
+    return Plan(placement, (*one.notes, note))
+
+
 def with_batch(base: Placement, spec: ModelSpec, n_batch: int | None, n_ubatch: int | None = None) -> Placement:
     """The placement with the chunk sizes asked for, or the defaults for its k; never more than the context."""
     default = SPLIT_N_BATCH if 0 < base.n_gpu_layers < spec.n_layers else DEFAULT_N_BATCH
@@ -110,6 +129,10 @@ def _positive(name: str, value: object, most: int = 2**31 - 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise BadRequestError(f"{name} must be a whole number between 1 and {most}, not {value!r}.")
     return value
+
+
+def _natural(name: str, value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else _positive(name, value)
 
 
 def _checked_kv(request: Request) -> tuple[KVStrategy, KVDtype]:

@@ -59,7 +59,7 @@ def _unloaded(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[int]:
 
 def _context_memory(spec: ModelSpec, model: int, placement: Placement) -> TailMemory:
     log = LogMark()
-    context = lib().llama_init_from_model(model, context_params(placement, placement.n_sequences))
+    context = lib().llama_init_from_model(model, context_params(placement, placement.n_outputs))
     if not context:
         raise log.error("set up its context")
     lib().llama_free(context)
@@ -68,5 +68,5 @@ def _context_memory(spec: ModelSpec, model: int, placement: Placement) -> TailMe
         model_bytes=0,
         kv_bytes=sum(round(float(size) * 2**20) for size in sizes),
         compute_bytes=log.buffer_bytes("compute"),
-        output_bytes=4 * spec.n_vocab * placement.n_sequences,
+        output_bytes=4 * spec.n_vocab * placement.n_outputs,
     )

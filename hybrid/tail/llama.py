@@ -101,6 +101,8 @@ _SYMBOLS = (
     "llama_n_batch",
     "llama_n_ctx_seq",
     "llama_model_n_swa",
+    "llama_model_is_recurrent",
+    "llama_model_is_hybrid",
     "llama_model_n_embd_inp",
     "llama_model_get_vocab",
     "llama_vocab_n_tokens",

@@ -58,7 +58,7 @@ class Tail(Context):
         self._input_scale = np.float32(input_scale(spec))
         model = _load(file, spec, placement.n_gpu_layers, progress, cancelled)
         try:
-            super().__init__(model, context_params(placement, n_outputs_max or placement.n_sequences))
+            super().__init__(model, context_params(placement, n_outputs_max or placement.n_outputs))
             self.vocabulary = Vocabulary(model)
         except BaseException:
             self.close()
@@ -74,12 +74,12 @@ class Tail(Context):
         super().decode(inputs, positions, seqs, outputs)
 
     def reopen(self, n_outputs_max: int | None = None) -> None:
-        """A fresh context with room for that many outputs a batch (None: one a sequence); every sequence is empty.
+        """A fresh context with room for that many outputs a batch (None: as placed); every sequence is empty.
 
         The weights stay loaded. A large vocabulary makes this expensive: n_outputs_max * n_vocab * 4 bytes, twice.
         """
         super().close()
-        self._open(context_params(self.placement, n_outputs_max or self.placement.n_sequences))
+        self._open(context_params(self.placement, n_outputs_max or self.placement.n_outputs))
 
     @property
     def memory(self) -> TailMemory:

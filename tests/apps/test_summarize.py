@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import gguf
@@ -13,8 +16,8 @@ from hybrid.apps.summarize import work
 from hybrid.apps.summarize.api import SummaryOptions, SummaryRun, together
 from hybrid.apps.summarize.document import Document, read_document
 from hybrid.apps.summarize.prompts import Form
-from hybrid.apps.summarize.work import Job, Sampling, Sequential
-from hybrid.errors import BadRequestError, UnsupportedError
+from hybrid.apps.summarize.work import Answering, Job, Sampling
+from hybrid.errors import BadRequestError
 from hybrid.model.catalog import resolve_model
 from tests.tiny import write_tiny
 
@@ -55,13 +58,14 @@ def test_the_prefix_is_prefilled_once_and_each_answer_depends_on_its_prompt_alon
                 Job(str(i), "map", form.fill({"text": t}), form.n_prefix, len(t), len(t), 24)
                 for i, t in enumerate(texts)
             ]
-            runner = Sequential(loaded, Sampling())
-            together_ = {a.id: (a.text, a.n_cached, a.n_read) for a in runner(jobs)}
+            runner = Answering(loaded, Sampling())
+            together_ = {a.id: (a.text, a.n_read, a.n_cached) for a in runner(jobs)}
+            assert [n_cached for _, _, n_cached in together_.values()] == [0] + 3 * [form.n_prefix]
             for job in reversed(jobs):
                 loaded.engine.trim(0)  # as after a restart
-                (alone,) = runner([job])
-                assert (alone.text, alone.n_cached, alone.n_read) == together_[job.id]
-                assert alone.n_cached == form.n_prefix
+                (alone,) = Answering(loaded, Sampling())([job])
+                assert (alone.text, alone.n_read) == together_[job.id][:2]
+                assert alone.n_cached == 0
                 assert alone.n_read == job.n_text
 
 
@@ -150,7 +154,7 @@ def test_a_context_too_small_for_the_instructions_is_one_sentence(tiny: Path) ->
 
 @pytest.mark.parametrize(
     ("options", "error"),
-    [({"strategy": "best"}, BadRequestError), ({"parallel": 2}, UnsupportedError), ({"overlap": -1}, BadRequestError)],
+    [({"strategy": "best"}, BadRequestError), ({"parallel": 2}, BadRequestError), ({"overlap": -1}, BadRequestError)],
 )
 def test_senseless_options_are_one_sentence(
     options: dict[str, object], error: type[HybridError], model: Hybrid
@@ -181,3 +185,27 @@ def test_a_real_model_summarises_a_short_text() -> None:
     assert summary.report.share_read == 1.0
     assert "pier" in summary or "Harbour" in summary or "harbour" in summary
     assert summary.report.flagged == []
+
+
+def test_the_folder_script_summarises_what_it_can_and_leaves_alone_what_is_done(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "papers"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT[:600])
+    (folder / "b.md").write_text("# Title\n\n" + TEXT[:300])
+    (folder / "empty.txt").write_text("")
+    (folder / "notes.xyz").write_text("not a document")
+    script = Path(hybrid.__file__).parents[1] / "scripts" / "summarize_folder.py"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(script), str(folder), str(tiny)]
+        return subprocess.run(command, env={**os.environ, "HOME": str(tmp_path)}, capture_output=True, text=True)
+
+    done = run()
+    assert done.returncode == 1  # one document could not be summarised
+    assert "empty.txt" in done.stderr
+    assert "Traceback" not in done.stderr
+    written = {path.name: path.read_text() for path in folder.glob("*.summary.txt")}
+    assert set(written) == {"a.txt.summary.txt", "b.md.summary.txt"}
+    assert done.stdout.count("(100%)") == 2
+    assert "100%" not in run().stdout
+    assert {path.name: path.read_text() for path in folder.glob("*.summary.txt")} == written

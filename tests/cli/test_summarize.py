@@ -73,11 +73,20 @@ def test_stdin_to_one_json_object_that_accounts_for_every_token(run: Run, option
     assert result["phases"]["map"]["jobs"] == result["chunks"] > 1
 
 
+@pytest.mark.parametrize(
+    ("lines", "least_tokens"), [(150, 9_000), pytest.param(1000, 60_000, marks=pytest.mark.slow, id="60k tokens")]
+)
 def test_killed_three_times_and_resumed_it_writes_the_same_file(
-    run: Run, options: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+    lines: int,
+    least_tokens: int,
+    run: Run,
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     document = tmp_path / "town.txt"
-    document.write_text("".join(map(LINE.format, range(150))))
+    document.write_text("".join(map(LINE.format, range(lines))))
+    options = (*options, "--parallel", "1")
     done = run("summarize", document, "-o", tmp_path / "whole.txt", *options)
     assert done.returncode == 0, done.stderr
     command = [*HYBRID, "summarize", str(document), "-o", str(tmp_path / "out.txt"), *options]
@@ -99,7 +108,42 @@ def test_killed_three_times_and_resumed_it_writes_the_same_file(
     result = json.loads(done.stdout)
     assert sum(phase["from_checkpoint"] for phase in result["phases"].values()) == saved
     assert result["document"]["share_read"] == 1.0
+    assert result["document"]["tokens_read"] >= least_tokens
     assert list(folder.glob("*")) == []
+
+
+def test_several_chunks_at_a_time_are_all_read_and_a_killed_run_goes_on(
+    run: Run, options: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+) -> None:
+    document = tmp_path / "town.txt"
+    document.write_text("".join(map(LINE.format, range(60))))
+    options = (*options, "--parallel", "3", "--speculate", "3")
+    command = [*HYBRID, "summarize", str(document), *options]
+    folder = Path(environment["HOME"], ".local/state/hybrid/summaries")
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_lines(program, folder, 3)
+    program.send_signal(signal.SIGKILL)
+    assert program.wait(timeout=60) == -signal.SIGKILL
+    (path,) = folder.glob("*")
+    saved = path.read_bytes().count(b"\n") - 1
+    for curve in Path(environment["HOME"], ".cache/hybrid").glob("batch-*"):
+        curve.unlink()  # what it measures now may differ; the run goes on by what it measured then
+    done = run("summarize", document, "--resume", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["document"]["share_read"] == 1.0
+    assert result["placement"]["n_sequences"] == 3
+    assert result["placement"]["n_draft"] == 3
+    assert sum(phase["from_checkpoint"] for phase in result["phases"].values()) == saved > 0
+
+
+def test_auto_takes_what_there_is_use_for_and_says_so(run: Run, options: tuple[str, ...], tmp_path: Path) -> None:
+    document = tmp_path / "town.txt"
+    for lines, words in ((3, "One sequence at a time"), (60, "2 sequences at a time")):
+        document.write_text("".join(map(LINE.format, range(lines))))
+        done = run("summarize", document, *options, "--speculate", "off")
+        assert done.returncode == 0, done.stderr
+        assert words in done.stderr
 
 
 def test_ctrl_c_says_how_to_go_on(options: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
@@ -143,7 +187,11 @@ def test_several_files_make_a_summary_each_and_one_of_all(run: Run, options: tup
         ("empty.txt", b"", (), "is empty"),
         ("binary.txt", bytes(range(256)) * 9, (), "binary"),
         ("scan.pdf", pdf(["", ""]), (), "scan"),
-        ("a.txt", b"text", ("--parallel", "4"), "--parallel"),
+        ("a.txt", b"text", ("--parallel", "0"), "--parallel"),
+        ("a.txt", b"text", ("--parallel", "many"), "--parallel"),
+        ("a.txt", b"text", ("--parallel", "9" * 30), "--parallel"),
+        ("a.txt", b"text", ("--speculate", "-3"), "--speculate"),
+        ("a.txt", b"text", ("--parallel", "1000000"), "RAM"),
         ("a.txt", b"text", ("--length", "much"), "--length"),
         ("a.txt", b"text", ("--prompts", "/"), "map.txt"),
         ("a.txt", b"text", ("-o", "/nowhere/at/all"), "cannot be written"),

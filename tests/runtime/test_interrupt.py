@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 from hybrid import Hybrid
+from hybrid.runtime.curve import BatchCurve
 
 MOMENTS = 60
 
@@ -26,21 +28,42 @@ def test_an_interruption_at_any_moment_leaves_the_model_as_usable_as_before(
         def text(tokens: list[int]) -> list[int]:
             return model.generate(tokens, max_tokens=3, temperature=0, ignore_eos=True).tokens
 
-        expected = text([*prompt, 8])
+        interrupt_all_the_way(model, lambda: text(prompt), lambda: text([*prompt, 8]))
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_interruption_of_several_requests_leaves_the_model_as_usable_as_before(
+    k: int, llama_f32: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.runtime.api.curve_of", lambda engine: BatchCurve((1, 8), (1.0, 1.5)))
+    prompts = [[5, 6, 7, 8] * 3 + [9] * n for n in range(3)]
+    options: dict[str, Any] = {"n_ctx": 64, "n_batch": 16, "n_threads": 1, "n_sequences": 2, "n_draft": 3}
+    with Hybrid(llama_f32, n_gpu_layers=k, device="cpu", **options) as model:
+
+        def texts(max_tokens: int) -> list[list[int]]:
+            many = dict(model.generate_many(prompts, max_tokens=max_tokens, temperature=0, ignore_eos=True))
+            return [many[i].tokens for i in range(len(prompts))]
+
+        interrupt_all_the_way(model, lambda: texts(5), lambda: texts(3))
+
+
+def interrupt_all_the_way(model: Hybrid, work: Callable[[], object], check: Callable[[], object]) -> None:
+    """Interrupt `work` at MOMENTS moments of the time it takes; `check` must then give what it gives now."""
+    expected = check()
+    model.engine.trim(0)
+    start = time.perf_counter()
+    work()
+    whole = time.perf_counter() - start
+    interruptions = []
+    for moment in range(MOMENTS):
         model.engine.trim(0)
-        start = time.perf_counter()
-        text(prompt)
-        whole = time.perf_counter() - start
-        interruptions = []
-        for moment in range(MOMENTS):
-            model.engine.trim(0)
-            try:
-                with interrupted_after((moment + 1) / MOMENTS * whole):
-                    text(prompt)
-            except KeyboardInterrupt as interruption:
-                interruptions.append(interruption)  # its traceback keeps what was under way alive
-            assert text([*prompt, 8]) == expected, f"interrupted at moment {moment} of {MOMENTS}"
-        assert len(interruptions) > 20
+        try:
+            with interrupted_after((moment + 1) / MOMENTS * whole):
+                work()
+        except KeyboardInterrupt as interruption:
+            interruptions.append(interruption)  # its traceback keeps what was under way alive
+        assert check() == expected, f"interrupted at moment {moment} of {MOMENTS}"
+    assert len(interruptions) > 20
 
 
 @contextmanager

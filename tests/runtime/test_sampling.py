@@ -40,6 +40,21 @@ def test_the_same_logits_give_the_same_tokens_from_numpy_and_from_a_context(
             reference.evaluate([token])
 
 
+@pytest.mark.parametrize("bias", [{}, {3: 2.0, 7: float("-inf")}])
+def test_the_short_way_to_a_greedy_token_gives_the_chains(bias: dict[int, float]) -> None:
+    rng = np.random.default_rng(3)
+    with Sampler(SamplingParams(temperature=0, logit_bias=bias), 40) as sampler:
+        assert sampler.takes_the_largest
+        for _ in range(50):
+            logits = rng.integers(0, 6, 40).astype(np.float32)  # with ties
+            before = logits.copy()
+            assert sampler.largest(logits) == sampler.sample(logits)
+            assert np.array_equal(logits, before)
+    for other in ({"temperature": 0.5}, {"temperature": 0, "repeat_penalty": 1.1}):
+        with Sampler(SamplingParams(**other), 40) as sampler:
+            assert not sampler.takes_the_largest
+
+
 def test_greedy_takes_the_argmax_and_a_ban_the_next() -> None:
     logits = np.array([0.0, 3.0, 2.0, 1.0], np.float32)
     with closing(Sampler(SamplingParams(temperature=0), 4)) as greedy:

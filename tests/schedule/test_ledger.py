@@ -62,7 +62,7 @@ def test_more_context_sequences_or_batch_never_takes_less(data: st.DataObject) -
     spec = data.draw(shapes)
     placement = data.draw(placements(spec))
     before = ledger_of(spec, placement)
-    for field in ("n_ctx", "n_sequences", "n_batch"):
+    for field in ("n_ctx", "n_sequences", "n_batch", "n_draft"):
         grown = replace(placement, **{field: getattr(placement, field) + data.draw(st.integers(1, 4096))})
         after = ledger_of(spec, grown)
         assert after.ram_bytes >= before.ram_bytes, field

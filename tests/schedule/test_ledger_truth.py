@@ -175,10 +175,18 @@ def test_the_tails_buffers_are_what_llama_cpp_reports(name: str, tmp_path: Path)
         dtypes: tuple[KVDtype, ...] = ("f16", "q8_0")
         placements = [
             Placement(
-                device="cpu", n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s, kv_dtype=t, kv_unified=u
+                device="cpu",
+                n_gpu_layers=k,
+                n_ctx=c,
+                n_batch=b,
+                n_ubatch=b,
+                n_sequences=s,
+                n_draft=d,
+                kv_dtype=t,
+                kv_unified=u,
             )
-            for k, c, b, s, t, u in itertools.product(
-                (0, 2, spec.n_layers - 1), (1000, 16384), (64, 512), (1, 3), dtypes, (False, True)
+            for k, c, b, (s, d), t, u in itertools.product(
+                (0, 2, spec.n_layers - 1), (1000, 16384), (64, 512), ((1, 0), (3, 7)), dtypes, (False, True)
             )
         ]
         for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
@@ -194,8 +202,10 @@ def test_the_tails_buffers_on_a_real_model(real_model: Path) -> None:
         spec = read_spec(file)
         base = Placement(device="cpu", n_gpu_layers=0, n_ctx=1024)
         placements = [
-            replace(base, n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s)
-            for k, c, b, s in itertools.product((0, spec.n_layers - 1), (300, 8192), (64, 512), (1, 4))
+            replace(base, n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s, n_draft=d)
+            for k, c, b, (s, d) in itertools.product(
+                (0, spec.n_layers - 1), (300, 8192), (64, 512), ((1, 0), (4, 0), (1, 7))
+            )
         ]
         for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
             dynamic = ledger_of(spec, placement).host.dynamic

@@ -18,6 +18,7 @@ from hybrid.errors import BadRequestError, OutOfMemoryError
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule import facts, scheduler
 from hybrid.schedule.budget import VRAM_RESERVE
+from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.machine import Gpu, Machine
 from hybrid.schedule.placement import KV_STRATEGIES
 from hybrid.schedule.presets import assumed_machine
@@ -305,3 +306,20 @@ def test_a_model_that_cannot_be_split_has_one_candidate() -> None:
     report = make_plan(spec, RTX3070TI, request())
     assert [c.placement.n_gpu_layers for c in report.candidates] == [0]
     assert any("it is a test" in note for note in report.notes)
+
+
+def test_as_many_sequences_as_fit_beside_one_and_the_note_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(free: int, **more: Any) -> tuple[int, str]:
+        monkeypatch.setattr(scheduler, "ram_budget", lambda: free)
+        made = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=8192, n_sequences="auto", **more))
+        one = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=8192))
+        assert replace(made.placement, n_sequences=1) == one.placement  # nothing else gives way
+        return made.placement.n_sequences, made.notes[-1]
+
+    need = ledger_of(LLAMA_3_8B, plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=8192)).placement).ram_bytes
+    assert chosen(need + 64 * MIB)[0] == 1
+    n, note = chosen(need + 2 * GIB + 512 * MIB)  # a sequence takes 1 GiB
+    assert n == 3
+    assert note == "3 sequences at a time, as many as fit: 3,072 MiB of KV cache."
+    assert chosen(1000 * GIB)[0] == 8
+    assert chosen(1000 * GIB, most_sequences=5)[0] == 5

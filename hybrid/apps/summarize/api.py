@@ -21,14 +21,20 @@ from hybrid.apps.summarize.prompts import form_of, read_prompts, sentences
 from hybrid.apps.summarize.report import Report
 from hybrid.apps.summarize.sizes import phrase, sizes_of, words_of
 from hybrid.apps.summarize.tokens import Tokenizer
-from hybrid.apps.summarize.work import Sampling, Sequential
-from hybrid.errors import BadRequestError, EngineError, UnsupportedError
+from hybrid.apps.summarize.work import Answering, Sampling
+from hybrid.errors import BadRequestError, EngineError
+from hybrid.runtime.curve import BatchCurve
+from hybrid.schedule.scheduler import DEFAULT_N_CTX
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
 
 Strategy = Literal["auto", "single", "map-reduce", "refine"]
 HEAD_BYTES = 1 << 20
+MOST_PARALLEL = 8
+"""Chunks at a time that `auto` takes at most: beyond, batches gain little."""
+N_DRAFT = 7
+"""Tokens drafted at a time, at most: with the one before them a batch of eight."""
 
 
 class Summary(str):
@@ -62,13 +68,19 @@ class SummaryOptions:
     temperature: float = 0.0
     repeat_penalty: float = 1.0
     seed: int = 0
-    parallel: int = 1
+    parallel: int | str = "auto"
+    """Chunks at a time, in as many sequences of the model; "auto": all it was loaded with. Answers given at the same
+    time may differ in the last bits from those given one at a time."""
+    speculate: int = N_DRAFT
+    """Tokens drafted at a time from what a text repeats, at most (and at most what the model was loaded for)."""
 
     def __post_init__(self) -> None:
         if self.strategy not in strategies.STRATEGIES:
             raise BadRequestError(f"strategy must be one of {', '.join(strategies.STRATEGIES)}, not {self.strategy!r}.")
-        if self.parallel != 1:
-            raise UnsupportedError("This version summarises one chunk at a time: --parallel can only be 1.")
+        if self.parallel != "auto" and (not isinstance(self.parallel, int) or self.parallel < 1):
+            raise BadRequestError(f"parallel must be a number of 1 or more, or 'auto', not {self.parallel!r}.")
+        if not isinstance(self.speculate, int) or self.speculate < 0:
+            raise BadRequestError(f"speculate must be a number of 0 or more, not {self.speculate!r}.")
         if self.overlap is not None and self.overlap < 0:
             raise BadRequestError(f"overlap must be 0 or more tokens, not {self.overlap}.")
         words_of(self.length)
@@ -94,7 +106,10 @@ def summarize(
     """
     document = source if isinstance(source, Document) else read_document(source, encoding=encoding)
     chosen = replace(options or SummaryOptions(), **more)
-    with _loaded(model) as loaded, SummaryRun(document, loaded, chosen, resume, checkpoint, progress) as run:
+    with (
+        _loaded(model, chosen, document) as loaded,
+        SummaryRun(document, loaded, chosen, resume, checkpoint, progress) as run,
+    ):
         summary = run.run()
         run.finish()
         return summary
@@ -104,6 +119,15 @@ def together(summaries: Sequence[Summary]) -> Document:
     """The summaries of several documents as one, for `SummaryRun(…, last="combine")`."""
     text = "\n\n".join(f"# {summary.report.name}\n\n{summary}" for summary in summaries)
     return Document.of_text(text, "All documents together")
+
+
+def most_useful(documents: Sequence[Document], strategy: Strategy, n_ctx: int | None = None) -> int:
+    """About as many sequences as the longest of the documents will have chunks to be answered at once, but not more
+    than MOST_PARALLEL. What a token is, a model must say; here it is three bytes."""
+    if strategy in ("single", "refine"):
+        return 1
+    longest = max((len(document.text.encode()) for document in documents), default=0) // 3
+    return max(1, min(MOST_PARALLEL, -(-longest // (n_ctx or DEFAULT_N_CTX))))
 
 
 class SummaryRun:
@@ -122,6 +146,9 @@ class SummaryRun:
     ) -> None:
         """`last` "combine": the text is summaries of several documents, and the last prompt is the one for that."""
         self._document, self._model, self._options = document, model, options
+        self._parallel = _parallel(options, model)
+        self._n_draft = min(options.speculate, model.placement.n_draft)
+        self._curve = model.batch_curve() if self._n_draft or self._parallel > 1 else None
         self._progress = progress or (lambda p: None)
         self._templates = read_prompts(options.prompts)
         if last:
@@ -132,11 +159,14 @@ class SummaryRun:
             parts = {
                 "document": [document.sha256, hashlib.sha256(document.text.encode()).hexdigest()],
                 "model": _identity(model),
-                "options": [_plain(options), last, model.placement.to_dict()],
+                "options": [_plain(options), last, {**model.placement.to_dict(), "n_sequences": None}],
                 "prompts": self._templates,
                 "version": __version__,
             }
-            self._checkpoint = Checkpoint(folder, document.name, parts, resume=resume, key=_key(document))
+            kept = {"curve": self._curve and self._curve.to_dict()}
+            self._checkpoint = Checkpoint(folder, document.name, parts, resume=resume, key=_key(document), kept=kept)
+            if (curve := self._checkpoint.kept["curve"]) is not None:  # drafts as before, wherever that was measured
+                self._curve = BatchCurve.from_dict(curve)
 
     def run(self) -> Summary:
         """Read everything, return the summary. Raises EngineError should a token of the document not have been read."""
@@ -207,21 +237,32 @@ class SummaryRun:
             sizes=sizes,
             overlap=options.overlap,
             tokenizer=tokenizer,
-            runner=Sequential(model, sampling, meter.tick),
+            runner=Answering(model, sampling, self._parallel, self._curve, self._n_draft, meter.tick),
             checkpoint=self._checkpoint,
             meter=meter,
             report=report,
         )
 
 
+def _parallel(options: SummaryOptions, model: Hybrid) -> int:
+    """Chunks at a time. Raises BadRequestError where the model was loaded for fewer."""
+    most = min(model.placement.n_sequences, model.placement.n_batch)
+    if isinstance(options.parallel, int) and options.parallel > most:
+        raise BadRequestError(
+            f"The model was loaded for {most} sequences at a time, not {options.parallel}; load it with n_sequences."
+        )
+    return options.parallel if isinstance(options.parallel, int) else most
+
+
 @contextmanager
-def _loaded(model: Hybrid | str | Path | None) -> Iterator[Hybrid]:
+def _loaded(model: Hybrid | str | Path | None, options: SummaryOptions, document: Document) -> Iterator[Hybrid]:
     from hybrid import Hybrid
 
     if isinstance(model, Hybrid):
         yield model
         return
-    with Hybrid(model) as loaded:
+    most = most_useful([document], options.strategy)
+    with Hybrid(model, n_sequences=options.parallel, most_sequences=most, n_draft=options.speculate) as loaded:
         yield loaded
 
 

@@ -34,10 +34,20 @@ def checkpoint_folder() -> Path:
 class Checkpoint:
     """The answers of one run. Use as a context manager; `finish` removes the file once its summary is written."""
 
-    def __init__(self, folder: Path, name: str, parts: Mapping[str, Any], *, resume: bool, key: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        parts: Mapping[str, Any],
+        *,
+        resume: bool,
+        key: str = "",
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
         """Open the checkpoint of a document called `name` and a run that depends on `parts` (see NAMES).
 
-        Documents of one name are told apart by `key`, a full path for instance.
+        Documents of one name are told apart by `key`, a full path for instance. `kept` are JSON-ready values that a
+        run goes on with although they may be others by now; afterwards they are those the run began with.
 
         Without `resume`, and where no run with the same parts was interrupted, it begins empty. `notes` says what a
         person should know. Raises BadRequestError while another process works on the same.
@@ -45,6 +55,7 @@ class Checkpoint:
         self.notes: list[str] = []
         self._answers: dict[str, tuple[str, Answer]] = {}
         self._head = {"format": FORMAT, **{key: _digest(value) for key, value in parts.items()}}
+        self.kept = dict(kept or {})
         self._prefix = _digest(key or name)[:16]
         self.path = folder / f"{self._prefix}-{_digest(self._head)[:16]}.jsonl"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -63,7 +74,7 @@ class Checkpoint:
         self._file.seek(keep)
         self._file.truncate()
         if not keep:
-            self._append(self._head)
+            self._append({**self._head, "kept": self.kept})
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -98,8 +109,10 @@ class Checkpoint:
         sound = 0
         for record, end in _records(self._file):
             if sound == 0:
-                if record != self._head:
+                kept = record.pop("kept", None)
+                if record != self._head or not isinstance(kept, dict):
                     return 0
+                self.kept = kept
             else:
                 try:
                     self._answers[record["id"]] = record.pop("prompt"), Answer(**record)

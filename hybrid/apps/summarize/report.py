@@ -20,6 +20,8 @@ class Phase:
     generated_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def add(self, answer: Answer, *, from_checkpoint: bool) -> None:
         """Count an answer; seconds are those of the run that made it."""
@@ -30,6 +32,8 @@ class Phase:
         self.generated_tokens += answer.n_generated
         self.prefill_s += answer.prefill_s
         self.decode_s += answer.decode_s
+        self.drafted_tokens += answer.n_drafted
+        self.accepted_tokens += answer.n_accepted
 
     def to_dict(self) -> dict[str, Any]:
         """The counts, and the two speeds in tokens per second."""
@@ -123,6 +127,7 @@ class Report:
                 f"  {name}: {_count(phase.jobs, 'prompt')}, {phase.prompt_tokens} tokens in"
                 f"{_speed(rates['prefill_tok_per_s'])} ({phase.reused_tokens} reused), "
                 f"{phase.generated_tokens} out{_speed(rates['decode_tok_per_s'])}"
+                + (f" ({phase.accepted_tokens} of {phase.drafted_tokens} guesses right)" * (phase.drafted_tokens > 0))
             )
         for flag in self.flagged:
             end = "the second try was fine" if flag["mended"] else "so was the second try; look at the result with care"
