@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack, overload
@@ -18,9 +17,14 @@ from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
+from hybrid.runtime.arguments import stop_strings, token_ids
 from hybrid.runtime.completion import Completion, Stream
-from hybrid.runtime.engine import Engine
+from hybrid.runtime.engine import Engine, Logits
+from hybrid.runtime.gbnf import check_grammar
 from hybrid.runtime.generate import Options, generate
+from hybrid.runtime.grammar import grammar_text, schema_grammar
+from hybrid.runtime.llama_api import LlamaAPI
+from hybrid.runtime.llama_arguments import read_llama_arguments
 from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
@@ -49,9 +53,11 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     ignore_eos: bool
+    grammar: Any
+    json_schema: str | Mapping[str, Any] | None
 
 
-class Hybrid:
+class Hybrid(LlamaAPI):
     """A model, its early layers on `device` in PyTorch and the rest on the CPU in llama.cpp.
 
     with Hybrid("smollm2-135m", n_gpu_layers=15, device="cpu") as model:
@@ -77,12 +83,20 @@ class Hybrid:
         kv: str = "device",
         kv_dtype: str = "f16",
         progress: Callable[[str, float], None] | None = None,
+        model_path: str | Path | None = None,
+        seed: int | None = None,
+        verbose: bool = False,
+        **llama: Any,
     ) -> None:
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
 
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
         `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
+
+        For code written for `llama_cpp.Llama`: `model_path` is `model`, `n_gpu_layers` -1 is "all", `seed` is that of
+        requests that give none, `verbose` prints the `notes` on stderr, and its other arguments (`llama`) are taken
+        where they mean something here, or ask for what is so anyway.
         Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
         """
         start = time.perf_counter()
@@ -90,7 +104,11 @@ class Hybrid:
         self._pid = os.getpid()
         self._turns = Turns()
         self._closing = False
-        self._file = ModelFile(resolve_model(model))
+        if model is not None and model_path is not None:
+            raise BadRequestError("Give the model once: as the first argument or as model_path.")
+        asked = read_llama_arguments(llama)
+        self._seed, self._repeat_last_n, self._spm_infill = seed, asked.repeat_last_n, asked.spm_infill
+        self._file = ModelFile(resolve_model(model if model is not None else model_path))
         try:
             spec = read_spec(self._file)
             chosen = plan(
@@ -104,7 +122,7 @@ class Hybrid:
                     n_threads=n_threads,
                     n_sequences=n_sequences,
                     kv=kv,
-                    kv_dtype=kv_dtype,
+                    kv_dtype=asked.kv_dtype or kv_dtype,
                 ),
             )
             self._notes = list(chosen.notes)
@@ -116,6 +134,8 @@ class Hybrid:
             self.close()
             raise
         self._load_s = time.perf_counter() - start
+        if verbose:
+            print(*self._notes, sep="\n", file=sys.stderr)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -177,6 +197,19 @@ class Hybrid:
         assert rows is not None
         return rows
 
+    def score(self, tokens: Sequence[int], see: Callable[[int, Logits], None]) -> None:
+        """As `logits`, without holding all of them: `see(i, row)` gets the logits [n_vocab] after each token."""
+        engine, step = self.engine, self.placement.n_batch
+        self._check(tokens)
+        with self._turns.take(object(), begin=True), engine.scoring():
+            engine.trim(0)
+            for start in range(0, len(tokens), step):
+                rows = engine.evaluate(list(tokens[start : start + step]), outputs="all")
+                assert rows is not None
+                for i, row in enumerate(rows, start):
+                    see(i, row)
+            engine.trim(0)
+
     # -- text ----------------------------------------------------------------------------------------------------
 
     @overload
@@ -204,14 +237,19 @@ class Hybrid:
         stop: str | Sequence[str] | None = None,
         logit_bias: Mapping[int, float] | None = None,
         ignore_eos: bool = False,
+        grammar: Any = None,
+        json_schema: str | Mapping[str, Any] | None = None,
         stream: bool = False,
     ) -> Completion | Stream:
         """Continue `prompt` (text, or token ids used as they are).
 
         Returns a Completion (a str), or with `stream` an iterator of pieces. `temperature` 0 is greedy; `max_tokens`
         None runs until the model ends or the context is full (`finish_reason` "length"). A stop string ends the text
-        and is not part of it. Raises BadRequestError if the prompt does not fit the context.
+        and is not part of it. `grammar` (GBNF) or `json_schema` says what the text may be; where `max_tokens` cuts it
+        short, it is a beginning of that. Raises BadRequestError if the prompt does not fit the context.
         """
+        if grammar is not None and json_schema is not None:
+            raise BadRequestError("Give a grammar or a JSON schema, not both.")
         options = Options(
             sampling=SamplingParams(
                 temperature=temperature,
@@ -222,15 +260,25 @@ class Hybrid:
                 repeat_last_n=repeat_last_n,
                 presence_penalty=presence_penalty,
                 frequency_penalty=frequency_penalty,
-                seed=seed,
+                seed=self._seed if seed is None else seed,
                 logit_bias=dict(logit_bias or {}),
             ),
             max_tokens=max_tokens,
-            stop=_stops(stop),
+            stop=stop_strings(stop),
             ignore_eos=ignore_eos,
+            grammar=schema_grammar(json_schema) if json_schema is not None else grammar_text(grammar or ""),
         )
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
+        return self._run(self.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt), options, stream)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Sampling parameters that the constructor set for requests that say nothing else."""
+        asked = {"seed": self._seed, "repeat_last_n": self._repeat_last_n}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    def _run(self, tokens: list[int], options: Options, stream: bool) -> Completion | Stream:
         self._check(tokens)
+        if options.grammar:
+            check_grammar(options.grammar)
         result: list[Completion] = []
         cancelled = False
         pieces = self._pieces(tokens, options, result, lambda: cancelled or self._closing)
@@ -263,7 +311,7 @@ class Hybrid:
         template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
         template = self.chat_template
         tokens = encode_chat(template, self.engine.vocabulary, messages)
-        options["stop"] = [*_stops(options.get("stop")), *template.stop]
+        options["stop"] = [*stop_strings(options.get("stop")), *template.stop]
         if stream:
             return self.generate(tokens, stream=True, **options)
         return self.generate(tokens, **options)
@@ -344,26 +392,6 @@ class Hybrid:
             on_prefill=progress and (lambda done, total: progress("prompt", done / total)),
         )
         result.append(completion)
-
-
-def _ids(prompt: object) -> list[int]:
-    """Token ids as plain ints. Raises BadRequestError for what is neither text nor token ids."""
-    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping)):
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            pass
-    raise BadRequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__} {prompt!r:.40}.")
-
-
-def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What may be given as `stop`, as a tuple of strings."""
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(s, str) for s in stops):
-        raise BadRequestError(f"stop must be a string or a list of strings, not {stop!r:.40}.")
-    return stops
 
 
 def _spelled(vocabulary: Vocabulary, token: int) -> str:

@@ -180,14 +180,17 @@ class Engine:
         if self.tail is not None:
             self.tail.abort()
 
-    def sample(self, sampler: Sampler) -> int:
-        """The next token from the last evaluated token's logits.
+    def sample(self, sampler: Sampler, edit: Callable[[Logits], Logits] | None = None) -> int:
+        """The next token from the last evaluated token's logits, or from what `edit` makes of a copy of them.
 
+        NOTHING (of `hybrid.runtime.sampling`) where the sampler's grammar allows none.
         Raises EngineError for logits that are not finite: llama.cpp would draw from them without a word.
         """
         if not np.isfinite(self.last_logits().max()):
             raise EngineError("The model computed logits that are not numbers; its file may be damaged.")
-        if self.tail is not None:
+        if edit is not None:
+            return sampler.sample(edit(self.last_logits().copy()))
+        if self.tail is not None and sampler.grammar is None:
             return sampler.sample_from(self.tail.context, -1)
         return sampler.sample(self.last_logits())
 

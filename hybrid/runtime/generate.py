@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 
 import psutil
 
 from hybrid.errors import BadRequestError, Cancelled
 from hybrid.runtime.completion import Completion, FinishReason, Memory, Timings
-from hybrid.runtime.engine import Engine
-from hybrid.runtime.sampling import Sampler, SamplingParams
+from hybrid.runtime.engine import Engine, Logits
+from hybrid.runtime.grammar import Grammar, stuck
+from hybrid.runtime.sampling import NOTHING, Sampler, SamplingParams
 from hybrid.runtime.text import TextStream
 
 
@@ -23,6 +25,14 @@ class Options:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
+    """GBNF that the text (not the prompt) follows; "": any text."""
+    edit_logits: Callable[[Sequence[int], Logits], Logits] | None = None
+    """Given the tokens so far and a copy of the logits [n_vocab]: the logits to sample from."""
+    is_over: Callable[[Sequence[int], Logits], bool] | None = None
+    """Given the tokens so far and their logits: whether the text ends here, before the next token."""
+    on_token: Callable[[int, Logits], None] | None = None
+    """Sees every token that joins the text, before its piece comes out, and the logits it was drawn from."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 0):
@@ -55,12 +65,15 @@ def generate(
         never = {token: float("-inf") for token in vocabulary.eog_tokens}
         sampling = replace(sampling, logit_bias={**sampling.logit_bias, **never})
     text = TextStream(options.stop)
+    edit, so_far = options.edit_logits, list(prompt)
     made: list[int] = []
     pieces: list[str] = []
     reason: FinishReason = "length"
     first_at: float | None = None
     limit = n_ctx if options.max_tokens is None else options.max_tokens
-    with Sampler(sampling, vocabulary.n_vocab) as sampler:
+    with ExitStack() as stack:
+        grammar = stack.enter_context(closing(Grammar(options.grammar, vocabulary))) if options.grammar else None
+        sampler = stack.enter_context(Sampler(sampling, vocabulary.n_vocab, grammar))
         sampler.accept(prompt)
         reused = engine.reuse(prompt)
         rest = prompt[reused:]
@@ -72,12 +85,23 @@ def generate(
             reason, limit = "interrupted", 0
         prefill_s = time.perf_counter() - start if reason != "interrupted" else None
         while len(made) < limit:
-            token = engine.sample(sampler)
+            if options.is_over is not None and options.is_over(so_far, engine.last_logits()):
+                reason = "stop"
+                break
+            token = engine.sample(sampler, edit and (lambda logits: edit(so_far, logits)))
+            if token == NOTHING:
+                if grammar is None or not grammar.complete:
+                    raise stuck()
+                reason = "stop"
+                break
             first_at = first_at or time.perf_counter()
             if not options.ignore_eos and vocabulary.is_eog(token):
                 reason = "stop"
                 break
             made.append(token)
+            so_far.append(token)
+            if options.on_token is not None:
+                options.on_token(token, engine.last_logits())
             if piece := text.push(vocabulary.piece(token)):
                 pieces.append(piece)
                 yield piece

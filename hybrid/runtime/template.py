@@ -58,23 +58,34 @@ class ChatTemplate:
     note: str | None = None
     """One line for the user where this is not the model's own template."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The prompt as text. A system message that the template refuses goes in front of the first user message.
+
+        `variables` are what else a template may look at, such as `tools`; None values are as if they were not there.
 
         Raises BadRequestError with the template's own words where it refuses the messages.
         """
         try:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, variables)
         except BadRequestError:
             folded = _fold_system(messages)
             if folded is None:
                 raise
-            return self._render(folded, add_generation_prompt)
+            return self._render(folded, add_generation_prompt, variables)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> str:
         setattr(self.template.environment, "steps", 0)  # noqa: B010 - a ChatEnvironment, which jinja2 types as its base
         try:
             return self.template.render(
+                **(variables or {}),
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
@@ -105,18 +116,22 @@ def encode_chat(
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Prompt tokens of a conversation: the template's control tokens as such, everything a user wrote as plain text.
+    """Prompt tokens of a conversation: the template's control tokens as such, everything a user wrote as plain text,
+    in `messages` and in `variables` (`tools` and the like).
 
     Raises BadRequestError for malformed messages or messages the template refuses.
     """
     check_messages(messages)
     controls = {text: i for text, i in vocabulary.control_tokens.items() if len(text) > 1}
-    marker = unused_marker(messages, controls)
+    given = {name: value for name, value in (variables or {}).items() if value is not None}
+    marker = unused_marker([*messages, given], controls)
     if marker is None:
         raise BadRequestError("The messages use every Unicode noncharacter from U+FDD0 to U+FDEF; remove one of them.")
     guarded = [{**guard_all(m, controls, marker), "role": m["role"]} for m in messages]
-    text = template.render(guarded, add_generation_prompt=add_generation_prompt)
+    seen = {name: guard_all(value, controls, marker) for name, value in given.items()}
+    text = template.render(guarded, add_generation_prompt=add_generation_prompt, variables=seen)
     tokens: list[int] = []
     for piece in split(text, controls, vocabulary.attributes):
         if isinstance(piece, int):
@@ -134,8 +149,14 @@ def check_messages(messages: Sequence[Message]) -> None:
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not re.fullmatch(r"[\w.-]+", role):
             raise BadRequestError(f"Message {i} needs a role, one word such as user, assistant or system.")
-        if not isinstance(message.get("content"), (str, list)):
-            kind = type(message.get("content")).__name__
+        content = message.get("content")
+        calls = message.get("tool_calls") or message.get("function_call")
+        if isinstance(content, list):
+            kinds = [part.get("type", "text") if isinstance(part, Mapping) else "text" for part in content]
+            if other := next((kind for kind in kinds if kind != "text"), None):
+                raise BadRequestError(f"Message {i} has a part of type {other!r:.40}; only text can be read.")
+        elif not isinstance(content, str) and not (content is None and calls):
+            kind = type(content).__name__
             raise BadRequestError(f"Message {i} needs a content that is text, not {kind}.")
 
 

@@ -127,11 +127,13 @@ def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
         if word == "auto":
             return None
         if word == "all":
-            asked = spec.n_layers
+            asked = -1
         elif re.fullmatch("-?[0-9]+", word):
             asked = int(word)
         else:
             raise BadRequestError(f"n_gpu_layers must be a number, 'all' or 'auto', not {asked!r}.")
+    if asked == -1:  # llama-cpp-python's "all"
+        asked = spec.n_layers
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
         raise BadRequestError(f"n_gpu_layers must be 0 or more, 'all' or 'auto', not {asked!r}.")
     k = min(asked, spec.n_layers)
