@@ -78,6 +78,11 @@ placement_options = _all(
     ),
 )
 
+grammar_options = _all(
+    click.option("--grammar", "grammar_file", metavar="FILE", help="Text by the GBNF grammar in FILE."),
+    click.option("--json-schema", "schema_file", metavar="FILE", help="JSON by the JSON schema in FILE."),
+)
+
 sampling_options = _all(
     click.option(
         "-n",

@@ -13,7 +13,7 @@ from hybrid.errors import BadRequestError
 
 MAX_DEPTH = 2000
 """Rules that begin with rules, which llama.cpp follows by recursion."""
-MAX_PATHS = 1_000_000
+MAX_PATHS = 10_000
 """Ways from a rule down its beginnings. llama.cpp's search takes every one of them."""
 
 

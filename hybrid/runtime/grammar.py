@@ -14,13 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.errors import BadRequestError, EngineError
-from hybrid.runtime.gbnf import MAX_REPEATS, check_grammar
+from hybrid.runtime.gbnf import check_grammar
 from hybrid.tail.llama import LogMark
 from hybrid.tail.llama import lib as llama_cpp
 from hybrid.tail.vocab import Vocabulary
 
 _ANY_CHARACTER, _JSON_CHARACTER = r'char ::= [^"\\]', r'char ::= [^"\\\x7F\x00-\x1F]'
 """JSON strings hold no control characters: llama.cpp's own converter knows, the one in Python does not."""
+MAX_SIZE = 1000
+"""The longest string or list a schema may ask for: the converter writes each item out, as groups inside groups."""
 _SIZES = ("minItems", "maxItems", "minLength", "maxLength")
 
 
@@ -127,18 +129,18 @@ def _converter() -> Any:
 
 
 def _check_sizes(schema: Any) -> None:
-    """The converter writes a repetition out: a size of a thousand million would fill the memory."""
+    """Refuse what would fill the memory before llama.cpp could refuse it."""
     todo = [schema]
     while todo:
         part = todo.pop()
         if isinstance(part, Mapping):
             for key in _SIZES:
                 size = part.get(key)
-                if isinstance(size, (int, float)) and size > MAX_REPEATS:
-                    raise BadRequestError(f"The JSON schema has a {key} of {size}; at most {MAX_REPEATS} is possible.")
+                if isinstance(size, (int, float)) and size > MAX_SIZE:
+                    raise BadRequestError(f"The JSON schema has a {key} of {size}; at most {MAX_SIZE} is possible.")
             pattern = part.get("pattern")
-            if isinstance(pattern, str) and any(int(n[:9]) > MAX_REPEATS for n in re.findall(r"\d+", pattern)):
-                raise BadRequestError(f"The JSON schema has a pattern that repeats more than {MAX_REPEATS} times.")
+            if isinstance(pattern, str) and any(int(n[:9]) > MAX_SIZE for n in re.findall(r"\d+", pattern)):
+                raise BadRequestError(f"The JSON schema has a pattern that repeats more than {MAX_SIZE} times.")
             todo += part.values()
         elif isinstance(part, (list, tuple)):
             todo += part
