@@ -201,7 +201,7 @@ class Hybrid(LlamaAPI):
         """As `logits`, without holding all of them: `see(i, row)` gets the logits [n_vocab] after each token."""
         engine, step = self.engine, self.placement.n_batch
         self._check(tokens)
-        with self._turns.take(object(), begin=True), engine.scoring():
+        with self._turns.queue, self._turns.begin(object()), engine.scoring():
             engine.trim(0)
             for start in range(0, len(tokens), step):
                 rows = engine.evaluate(list(tokens[start : start + step]), outputs="all")

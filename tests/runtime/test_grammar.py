@@ -36,7 +36,7 @@ def vocabulary(llama_f32: Path) -> Iterator[Vocabulary]:
 
 @pytest.fixture(scope="module", params=[0, 2, 4])
 def model(llama_f32: Path, request: pytest.FixtureRequest) -> Iterator[Hybrid]:
-    with Hybrid(llama_f32, n_gpu_layers=request.param, device="cpu", n_ctx=256) as model:
+    with Hybrid(llama_f32, n_gpu_layers=request.param, device="cpu", n_ctx=256, n_threads=1) as model:
         yield model
 
 

@@ -55,7 +55,7 @@ def ours(tiny: Path) -> Iterator[Hybrid]:
 
 @pytest.fixture(scope="module", params=[2, 4])
 def split(tiny: Path, request: pytest.FixtureRequest) -> Iterator[Hybrid]:
-    with Hybrid(tiny, n_ctx=512, n_gpu_layers=request.param, device="cpu") as model:
+    with Hybrid(tiny, n_ctx=512, n_gpu_layers=request.param, device="cpu", n_threads=1) as model:
         yield model
 
 
