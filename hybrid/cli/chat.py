@@ -25,6 +25,7 @@ from hybrid.errors import BadRequestError
 @model_argument
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
 @click.option("--system", metavar="TEXT", help="System prompt: who the model is to be.")
+@click.option("--chat-template", metavar="NAME|FILE", help="In place of the model's own: chatml, …, or a Jinja file.")
 @grammar_options
 @sampling_options
 @placement_options

@@ -42,7 +42,9 @@ def open_session(model: str | None, options: Mapping[str, Any]) -> Iterator[Sess
 
     progress = ProgressBar()
     try:
-        with Hybrid(model, progress=progress, **pick(PLACEMENT, options)) as loaded:
+        with Hybrid(
+            model, progress=progress, chat_template=options.get("chat_template"), **pick(PLACEMENT, options)
+        ) as loaded:
             session = Session(loaded, progress)
             session.say_notes()
             yield session

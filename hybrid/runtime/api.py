@@ -26,7 +26,7 @@ from hybrid.runtime.grammar import grammar_text, schema_grammar
 from hybrid.runtime.llama_api import LlamaAPI
 from hybrid.runtime.llama_arguments import read_llama_arguments
 from hybrid.runtime.sampling import SamplingParams
-from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
+from hybrid.runtime.template import ChatTemplate, chosen_template, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.scheduler import Request, plan
@@ -82,6 +82,7 @@ class Hybrid(LlamaAPI):
         n_sequences: int = 1,
         kv: str = "device",
         kv_dtype: str = "f16",
+        chat_template: str | Path | None = None,
         progress: Callable[[str, float], None] | None = None,
         model_path: str | Path | None = None,
         seed: int | None = None,
@@ -93,6 +94,7 @@ class Hybrid(LlamaAPI):
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
         `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
+        `chat_template` replaces the model's own: a name that llama.cpp knows, such as "chatml", a file, or Jinja text.
 
         For code written for `llama_cpp.Llama`: `model_path` is `model`, `n_gpu_layers` -1 is "all", `seed` is that of
         requests that give none, `verbose` prints the `notes` on stderr, and its other arguments (`llama`) are taken
@@ -130,6 +132,8 @@ class Hybrid(LlamaAPI):
             if self._engine.head is not None:
                 self._notes += self._engine.head.notes
             self._template: ChatTemplate | None = None
+            if chat_template is not None:
+                self._template = chosen_template(chat_template, **self._template_tokens())
         except BaseException:
             self.close()
             raise
@@ -320,15 +324,14 @@ class Hybrid(LlamaAPI):
     def chat_template(self) -> ChatTemplate:
         """The compiled chat template; says in `notes`, once, where it is not the model's own."""
         if self._template is None:
-            vocabulary = self.engine.vocabulary
-            self._template = compile_template(
-                vocabulary.chat_template,
-                bos_token=_spelled(vocabulary, vocabulary.bos),
-                eos_token=_spelled(vocabulary, vocabulary.eos),
-            )
+            self._template = compile_template(self.engine.vocabulary.chat_template, **self._template_tokens())
             if self._template.note:
                 self._notes.append(self._template.note)
         return self._template
+
+    def _template_tokens(self) -> dict[str, str]:
+        vocabulary = self.engine.vocabulary
+        return {"bos_token": _spelled(vocabulary, vocabulary.bos), "eos_token": _spelled(vocabulary, vocabulary.eos)}
 
     def close(self) -> None:
         """Free both halves and the file; a request of another thread is interrupted first. Calling it again does

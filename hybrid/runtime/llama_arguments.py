@@ -49,7 +49,7 @@ _AS_THEY_ARE: dict[str, tuple[Any, ...] | object] = {
 """What may be given because it is so anyway. Another value is refused."""
 _INSTEAD = {
     "embedding": "it makes no embeddings",
-    "chat_format": "it uses the model's own chat template",
+    "chat_format": "give chat_template, such as chatml; by default it is the model's own",
     "offload_kqv": "the KV cache of the layers on the GPU is there too",
     "n_threads_batch": "n_threads is for both",
 }

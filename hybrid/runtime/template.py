@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.errors import BadRequestError
@@ -12,6 +13,8 @@ from hybrid.runtime.controls import guard_all, split, unused_marker
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from hybrid.runtime.builtin_templates import BuiltinTemplate
 
 Message = Mapping[str, Any]
 """One chat message: `role` and `content`, and whatever else the template understands."""
@@ -50,7 +53,7 @@ class ChatVocabulary(Protocol):
 class ChatTemplate:
     """A compiled template."""
 
-    template: Template
+    template: Template | BuiltinTemplate
     bos_token: str = ""
     eos_token: str = ""
     stop: tuple[str, ...] = ()
@@ -65,19 +68,29 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt as text. A system message that the template refuses goes in front of the first user message.
+        """The prompt as text. A system message that the template refuses, or leaves out without a word, goes in front
+        of the first user message.
 
         `variables` are what else a template may look at, such as `tools`; None values are as if they were not there.
 
         Raises BadRequestError with the template's own words where it refuses the messages.
         """
+        folded = _fold_system(messages)
         try:
-            return self._render(messages, add_generation_prompt, variables)
+            text = self._render(messages, add_generation_prompt, variables)
+            if folded is None or text != self._without_system(messages, add_generation_prompt, variables):
+                return text
         except BadRequestError:
-            folded = _fold_system(messages)
             if folded is None:
                 raise
-            return self._render(folded, add_generation_prompt, variables)
+        return self._render(folded, add_generation_prompt, variables)
+
+    def _without_system(self, messages: Sequence[Message], *others: Any) -> str | None:
+        """The prompt as if there were no system message; None where the template wants one."""
+        try:
+            return self._render(messages[1:], *others)
+        except BadRequestError:
+            return None
 
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -108,6 +121,33 @@ def compile_template(source: str | None, *, bos_token: str = "", eos_token: str 
             why = f"its chat template does not compile ({e})"
     note = f"Chat uses a plain 'User: … Assistant: …' format, because {why}."
     return ChatTemplate(environment().from_string(DEFAULT_TEMPLATE), bos_token, eos_token, DEFAULT_STOP, note)
+
+
+def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str = "") -> ChatTemplate:
+    """The template that takes the place of the model's own: a name that llama.cpp knows, a file, or Jinja text.
+
+    Raises BadRequestError where it is none of them, or does not compile.
+    """
+    from hybrid.runtime.builtin_templates import BuiltinTemplate, builtin_names
+
+    name, text = str(choice), None
+    if isinstance(choice, str) and choice in builtin_names():
+        return ChatTemplate(BuiltinTemplate(choice), bos_token, eos_token)
+    if isinstance(choice, str) and ("{{" in choice or "{%" in choice):
+        name, text = "The text", choice
+    else:
+        try:
+            text = Path(choice).expanduser().read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            known = ", ".join(builtin_names())
+            raise BadRequestError(f"{name} is neither a file nor a chat template llama.cpp knows: {known}.") from None
+        except (OSError, ValueError) as e:
+            why = getattr(e, "strerror", None) or "it is not UTF-8 text"
+            raise BadRequestError(f"The chat template {name} cannot be read: {why}.") from e
+    compiled = compile_template(text, bos_token=bos_token, eos_token=eos_token)
+    if compiled.note:
+        raise BadRequestError(f"{name} cannot be used as a chat template: {compiled.note.partition('because ')[2]}")
+    return compiled
 
 
 def encode_chat(

@@ -1,4 +1,4 @@
-"""`--grammar` and `--json-schema` on the command line."""
+"""`--grammar`, `--json-schema` and `--chat-template` on the command line."""
 
 from __future__ import annotations
 
@@ -51,3 +51,13 @@ def test_only_one_form_can_be_asked_for(run: Run, tiny: Path) -> None:
     done = run("generate", tiny, "-p", "x", "--grammar", "a", "--json-schema", "b")
     assert done.returncode == 2
     assert "not both" in done.stderr
+
+
+def test_a_chat_template_is_taken_by_name_and_refused_in_one_sentence(run: Run, tiny: Path) -> None:
+    done = run("chat", tiny, "-p", "Hello", "-n", "2", "-c", "128", "-ngl", "0", "--chat-template", "vicuna")
+    assert done.returncode == 0, done.stderr
+    done = run("chat", tiny, "-p", "Hello", "-c", "128", "-ngl", "0", "--chat-template", "nothing")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "hybrid: nothing is neither a file nor a chat template llama.cpp knows"
+    )
