@@ -8,11 +8,22 @@ from typing import Any, TypeVar
 
 import click
 
-from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES
+from hybrid.schedule.placement import ENGINES, KV_DTYPES, KV_STRATEGIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype")
+PLACEMENT = (
+    "n_gpu_layers",
+    "device",
+    "n_ctx",
+    "n_batch",
+    "n_ubatch",
+    "n_threads",
+    "kv",
+    "kv_dtype",
+    "engine",
+    "offload_kqv",
+)
 """Options that go to the constructor of Hybrid."""
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 """Options that go to `generate` and `chat`."""
@@ -75,6 +86,22 @@ placement_options = _all(
     ),
     click.option(
         "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
+    ),
+    click.option(
+        "--engine",
+        type=click.Choice(ENGINES),
+        default="auto",
+        show_default=True,
+        help="Whose GPU -ngl speaks of: hybrid's own, or llama.cpp's (which counts from the last layer).",
+    ),
+    click.option(
+        "-nkvo",
+        "--no-kv-offload",
+        "offload_kqv",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="With --engine llama.cpp: keep the KV cache of its GPU layers in RAM.",
     ),
 )
 

@@ -82,6 +82,7 @@ class Hybrid(LlamaAPI):
         n_sequences: int = 1,
         kv: str = "device",
         kv_dtype: str = "f16",
+        engine: str = "auto",
         chat_template: str | Path | None = None,
         progress: Callable[[str, float], None] | None = None,
         model_path: str | Path | None = None,
@@ -94,7 +95,9 @@ class Hybrid(LlamaAPI):
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
         `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained). `progress` is called with
         "head" or "tail" and the loaded fraction, and with "prompt" during long prefills, from any thread.
-        `chat_template` replaces the model's own: a name that llama.cpp knows, such as "chatml", a file, or Jinja text.
+        `engine` "llama.cpp" gives the layers to llama.cpp's own GPU instead of ours, counted from the last, where
+        llama-cpp-python was built with one. `chat_template` replaces the model's own: a name that llama.cpp knows,
+        such as "chatml", a file, or Jinja text.
 
         For code written for `llama_cpp.Llama`: `model_path` is `model`, `n_gpu_layers` -1 is "all", `seed` is that of
         requests that give none, `verbose` prints the `notes` on stderr, and its other arguments (`llama`) are taken
@@ -108,7 +111,7 @@ class Hybrid(LlamaAPI):
         self._closing = False
         if model is not None and model_path is not None:
             raise BadRequestError("Give the model once: as the first argument or as model_path.")
-        asked = read_llama_arguments(llama)
+        asked = read_llama_arguments(llama, engine)
         self._seed, self._repeat_last_n, self._spm_infill = seed, asked.repeat_last_n, asked.spm_infill
         self._file = ModelFile(resolve_model(model if model is not None else model_path))
         try:
@@ -125,6 +128,8 @@ class Hybrid(LlamaAPI):
                     n_sequences=n_sequences,
                     kv=kv,
                     kv_dtype=asked.kv_dtype or kv_dtype,
+                    engine=engine,
+                    offload_kqv=asked.offload_kqv,
                 ),
             )
             self._notes = list(chosen.notes)

@@ -62,10 +62,11 @@ class LlamaArguments:
     kv_dtype: str | None = None
     repeat_last_n: int | None = None
     spm_infill: bool = False
+    offload_kqv: bool = True
 
 
-def read_llama_arguments(given: Mapping[str, Any]) -> LlamaArguments:
-    """What `given` asks for beside `Hybrid`'s own arguments.
+def read_llama_arguments(given: Mapping[str, Any], engine: str) -> LlamaArguments:
+    """What `given` asks for beside `Hybrid`'s own arguments; `engine` is one of those.
 
     Raises TypeError for a name that neither class knows, UnsupportedError for what this one cannot do.
     """
@@ -80,7 +81,7 @@ def read_llama_arguments(given: Mapping[str, Any]) -> LlamaArguments:
         elif name == "last_n_tokens_size":
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise BadRequestError(f"last_n_tokens_size must be a whole number of 0 or more, not {value!r}.")
-        elif name in ("spm_infill",):
+        elif name == "spm_infill" or (name == "offload_kqv" and engine == "llama.cpp"):
             continue
         elif name in _AS_THEY_ARE:
             allowed = _AS_THEY_ARE[name]
@@ -90,7 +91,12 @@ def read_llama_arguments(given: Mapping[str, Any]) -> LlamaArguments:
             raise _refusal(name, value)
         else:
             raise TypeError(f"Hybrid() got an unexpected keyword argument {name!r}")
-    return LlamaArguments(kv_dtype, given.get("last_n_tokens_size"), bool(given.get("spm_infill", False)))
+    return LlamaArguments(
+        kv_dtype,
+        given.get("last_n_tokens_size"),
+        spm_infill=bool(given.get("spm_infill", False)),
+        offload_kqv=bool(given.get("offload_kqv", True)),
+    )
 
 
 def _refusal(name: str, value: Any) -> UnsupportedError:
