@@ -1,6 +1,7 @@
 """Is the split invisible? Accuracy of every placement against llama.cpp, or the perplexity of a text.
 
     python scripts/eval_split.py [--models smollm2-135m gemma3-270m] [--text FILE] [-n 500] [-ngl K ...] [--json FILE]
+    python -m scripts.eval_split --architectures [NAME ...] [--json FILE]
     python scripts/eval_split.py --perplexity FILE --models MODEL [-ngl K] [--device cpu] [-c 512]
 
 P is llama.cpp on an F32 copy of the weights (the accuracy oracle), Q llama.cpp on the file itself, S the split.
@@ -17,6 +18,8 @@ Columns, with the bounds of the design's invariant 1 (KL is a mean over tokens, 
 
 Where llama.cpp's own batching moves the hidden state by more than 1e-4, or an exact head would already miss 1.25, no
 head can meet that bound: such a row is marked * and held to 1.5 x `own` and 1.1 x `exact` instead.
+
+With --architectures the same is asked of tiny random models of every architecture: `scripts/eval_architectures.py`.
 
 Exits with 1 if a bound is missed.
 """
@@ -171,9 +174,11 @@ def _boundary(
         return relative_difference(head.forward(np.array(tokens), positions, seqs).cpu().numpy(), expected)
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+COLUMNS = ["model", "k", "head", "own", "tail", "KL(P|S)", "x exact", "KL(Q|S)", "exact", "argmax = P", "bounds"]
+
+
+def show(rows: list[dict[str, Any]], names: Sequence[str] = COLUMNS) -> None:
     table = Table()
-    names = ["model", "k", "head", "own", "tail", "KL(P|S)", "x exact", "KL(Q|S)", "exact", "argmax = P", "bounds"]
     for name in names:
         table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
@@ -204,6 +209,7 @@ def main() -> None:
     parser.add_argument("-n", "--n-tokens", type=int, default=500)
     parser.add_argument("-ngl", type=int, nargs="+")
     parser.add_argument("--perplexity", type=Path, metavar="FILE")
+    parser.add_argument("--architectures", nargs="*", metavar="NAME")
     parser.add_argument("--device")
     parser.add_argument("-c", "--ctx-size", type=int, default=512)
     parser.add_argument("--json", type=Path)
@@ -217,6 +223,13 @@ def main() -> None:
                 result[name] = {"perplexity": value, "n_tokens": count, "placement": model.placement.to_dict()}
             console.print(f"{name}, {model_layers(result[name])}: perplexity {value:.4f} over {count} tokens")
         failed = False
+    elif args.architectures is not None:
+        from scripts.eval_architectures import ARCHITECTURE_COLUMNS, evaluate_architectures
+
+        rows = evaluate_architectures(args.architectures, lambda found: show(found, ARCHITECTURE_COLUMNS))
+        result = {"rows": rows}
+        failed = any(row["bounds"] == "MISSED" for row in rows)
+        console.print(f"{len(rows)} splits, {sum(row['bounds'] == 'MISSED' for row in rows)} missed a bound.")
     else:
         rows = []
         for name in args.models:

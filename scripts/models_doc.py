@@ -26,6 +26,9 @@ At the k named here the CPU half gives llama.cpp's logits bit for bit when it is
 GPU half gives llama.cpp's hidden state within 1e-4 (F32 weights, on the CPU); both are tested with tiny random models
 of every architecture. "Tested types" are those of the matrices in the first of these tests. The GPU half expands a type
 that it cannot keep quantised once, at load, and says so.
+
+`python -m scripts.eval_split --architectures [NAME ...]` prints a table of architecture, k, difference at the boundary,
+exactness of the CPU half and distance of the next-token distribution from llama.cpp's, on the same tiny models.
 """
 
 

@@ -12,6 +12,10 @@ import numpy as np
 from gguf import GGMLQuantizationType as T
 
 PIECES = ["▁the", "▁a", "▁of", "he", "in", "er", "an", "▁Hello", "▁world", "ing"]
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
+)
 
 
 def quantize(values: np.ndarray, kind: T) -> np.ndarray:
@@ -65,6 +69,7 @@ def write_tiny(
     rope_freqs: bool = False,
     biases: bool = False,
     metadata: dict[str, Any] | None = None,
+    template: str = TEMPLATE,
     seed: int = 0,
 ) -> Path:
     """Write a random model of `architecture` (llama or gemma3) and return its path.
@@ -113,10 +118,7 @@ def write_tiny(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(True)
-    writer.add_chat_template(
-        "{% for m in messages %}<|user|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|user|>assistant: {% endif %}"
-    )
+    writer.add_chat_template(template)
     count = 0
 
     def matrix(name: str, rows: int, cols: int, as_kind: T | None = None) -> None:

@@ -65,9 +65,7 @@ class Chat:
     def run(self, reader: Reader) -> None:
         """Read, answer, repeat, until the person leaves."""
         where = self.model.placement
-        k = where.n_gpu_layers
-        split = f"{k} layers on {where.device}" if k else "all layers on the CPU"
-        self._say(f"{self.model.model_path.stem}, {split}.\n/help lists the commands, Ctrl-D leaves.\n")
+        self._say(f"{self.model.model_path.stem}, {where.where}.\n/help lists the commands, Ctrl-D leaves.\n")
         going = True
         while going:
             try:
@@ -175,9 +173,7 @@ def details(model: Hybrid, last: Completion | None) -> list[str]:
     where = model.placement
     lines = [
         f"model    {model.model_path}",
-        f"layers   {where.n_gpu_layers} on {where.device}, the others in llama.cpp"
-        if where.n_gpu_layers
-        else "layers   all in llama.cpp on the CPU",
+        f"layers   {where.where}, the others in llama.cpp" if where.n_gpu_layers else f"layers   {where.where}",
         f"context  {model.n_used} of {model.n_ctx} tokens, KV cache {where.kv} {where.kv_dtype}",
     ]
     if last is not None:

@@ -88,8 +88,8 @@ def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> N
 def commands() -> None:
     """Run GGUF models split at a layer: the early layers on the GPU in PyTorch, the late ones on the CPU in llama.cpp.
 
-    MODEL is a GGUF file or a name from `hybrid models`; without one it is smollm2-135m. Every command prints one JSON
-    object with --json.
+    MODEL is a GGUF file, a name from `hybrid models`, hf:ORG/REPO:Q4_K_M, hf:ORG/REPO/FILE.gguf, ollama:NAME or
+    lmstudio:PUBLISHER/MODEL; without one it is smollm2-135m. Every command prints one JSON object with --json.
     """
 
 

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import click
 
 from hybrid.cli.units import Bytes
-from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES
+from hybrid.schedule.placement import ENGINES, KV_DTYPES, KV_STRATEGIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype",
-             "kv_budget", "kv_keep_sliding")  # fmt: skip
+PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype", "kv_budget",
+             "kv_keep_sliding", "engine", "offload_kqv")  # fmt: skip
 """Options that go to the constructor of Hybrid."""
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 """Options that go to `generate` and `chat`."""
@@ -100,6 +100,27 @@ placement_options = _all(
         show_default=True,
         help="Whether layers with a sliding window keep their KV cache on the GPU under every strategy.",
     ),
+    click.option(
+        "--engine",
+        type=click.Choice(ENGINES),
+        default="auto",
+        show_default=True,
+        help="Whose GPU -ngl speaks of: hybrid's own, or llama.cpp's (which counts from the last layer).",
+    ),
+    click.option(
+        "-nkvo",
+        "--no-kv-offload",
+        "offload_kqv",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="With --engine llama.cpp: keep the KV cache of its GPU layers in RAM.",
+    ),
+)
+
+grammar_options = _all(
+    click.option("--grammar", "grammar_file", metavar="FILE", help="Text by the GBNF grammar in FILE."),
+    click.option("--json-schema", "schema_file", metavar="FILE", help="JSON by the JSON schema in FILE."),
 )
 
 sampling_options = _all(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,9 @@ def open_session(model: str | None, options: Mapping[str, Any]) -> Iterator[Sess
 
     progress = ProgressBar()
     try:
-        with Hybrid(model, progress=progress, **pick(PLACEMENT, options)) as loaded:
+        with Hybrid(
+            model, progress=progress, chat_template=options.get("chat_template"), **pick(PLACEMENT, options)
+        ) as loaded:
             session = Session(loaded, progress)
             session.say_notes()
             yield session
@@ -62,10 +64,43 @@ def read_prompt(text: str | None, file: str | None) -> str:
     if file is None and sys.stdin.isatty():
         raise click.UsageError("Give a prompt with -p TEXT, -f FILE or on stdin")
     if file is None or file == "-":
-        return _decode(sys.stdin.buffer.read(), "stdin")
+        return _decode(sys.stdin.buffer.read(), "The prompt from stdin")
+    return _decode(_read(file), f"The prompt from {file}")
+
+
+def read_form(options: dict[str, Any]) -> dict[str, Any]:
+    """Take --grammar and --json-schema out of `options`: what they give to `generate` and `chat`.
+
+    Raises a usage error for both, BadRequestError for a file that is no text, no grammar or no schema.
+    """
+    grammar, schema = options.pop("grammar_file"), options.pop("schema_file")
+    if grammar is not None and schema is not None:
+        raise click.UsageError("Give --grammar or --json-schema, not both")
+    if grammar is not None:
+        from hybrid.runtime.gbnf import check_grammar
+
+        text = _decode(_read(grammar), f"The grammar in {grammar}")
+        _of(grammar, check_grammar, text)
+        return {"grammar": text}
+    if schema is not None:
+        from hybrid.runtime.grammar import schema_grammar
+
+        return {"grammar": _of(schema, schema_grammar, _decode(_read(schema), f"The JSON schema in {schema}"))}
+    return {}
+
+
+def _of(file: str, check: Callable[[str], Any], text: str) -> Any:
+    """`check(text)`, its errors with the file they are about; now, and not when the model has been loaded."""
+    try:
+        return check(text)
+    except BadRequestError as e:
+        raise BadRequestError(f"{file}: {e}") from e
+
+
+def _read(file: str) -> bytes:
     try:
         with open(file, "rb") as f:
-            return _decode(f.read(), file)
+            return f.read()
     except OSError as e:
         raise BadRequestError(f"{file} cannot be read: {e.strerror}.") from e
 
@@ -81,11 +116,11 @@ def checked_text(text: str) -> str:
         raise BadRequestError("The prompt is not valid UTF-8 text.") from e
 
 
-def _decode(data: bytes, name: str) -> str:
+def _decode(data: bytes, what: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise BadRequestError(f"The prompt from {name} is not valid UTF-8 text (byte {e.start}).") from e
+        raise BadRequestError(f"{what} is not valid UTF-8 text (byte {e.start}).") from e
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -96,13 +96,24 @@ def find_entry(name: str) -> CatalogEntry:
 
 
 def resolve_model(name_or_path: str | Path | None) -> Path:
-    """The file a MODEL argument means: a path, a catalogue name, or None for the default model.
+    """The file a MODEL argument means: a path, a catalogue name, or None for the default model; `hf:ORG/REPO:Q4_K_M`
+    and `hf:ORG/REPO/FILE.gguf`, which are fetched; `ollama:NAME` and `lmstudio:PUBLISHER/MODEL`, which are there.
 
-    A catalogue name wins over a file of the same name in the current directory (say `./name` for that one).
-    Raises BadRequestError for a name that is unknown or not pulled yet.
+    A name wins over a file of the same name in the current directory (say `./name` for that one).
+    Raises BadRequestError for a name that is unknown or not pulled yet, HybridError where fetching fails.
     """
     if name_or_path is None:
         name_or_path = DEFAULT_MODEL
+    if isinstance(name_or_path, str):
+        scheme, colon, rest = name_or_path.partition(":")
+        if colon and scheme == "hf":
+            from hybrid.model.hub import fetch
+
+            return fetch(rest)
+        if colon and scheme in ("ollama", "lmstudio"):
+            from hybrid.model.others import lmstudio_model, ollama_model
+
+            return ollama_model(rest) if scheme == "ollama" else lmstudio_model(rest)
     if isinstance(name_or_path, str) and name_or_path in catalog():
         entry = catalog()[name_or_path]
         if not entry.pulled:

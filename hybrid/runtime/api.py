@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import time
@@ -18,14 +17,19 @@ from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
+from hybrid.runtime.arguments import stop_strings, token_ids
 from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.completion import Completion, Stream
 from hybrid.runtime.curve import BatchCurve, curve_of
-from hybrid.runtime.engine import Engine
+from hybrid.runtime.engine import Engine, Logits
+from hybrid.runtime.gbnf import check_grammar
 from hybrid.runtime.generate import generate
+from hybrid.runtime.grammar import grammar_text, schema_grammar
+from hybrid.runtime.llama_api import LlamaAPI
+from hybrid.runtime.llama_arguments import read_llama_arguments
 from hybrid.runtime.reply import Options
 from hybrid.runtime.sampling import SamplingParams
-from hybrid.runtime.template import ChatTemplate, compile_template, encode_chat
+from hybrid.runtime.template import ChatTemplate, chosen_template, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.scheduler import Request, plan
@@ -55,9 +59,11 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     ignore_eos: bool
+    grammar: Any
+    json_schema: str | Mapping[str, Any] | None
 
 
-class Hybrid:
+class Hybrid(LlamaAPI):
     """A model, its early layers on `device` in PyTorch and the rest on the CPU in llama.cpp.
 
     with Hybrid("smollm2-135m", n_gpu_layers=15, device="cpu") as model:
@@ -86,7 +92,13 @@ class Hybrid:
         kv_dtype: str = "f16",
         kv_budget: int | None = None,
         kv_keep_sliding: bool = True,
+        engine: str = "auto",
+        chat_template: str | Path | None = None,
         progress: Callable[[str, float], None] | None = None,
+        model_path: str | Path | None = None,
+        seed: int | None = None,
+        verbose: bool = False,
+        **llama: Any,
     ) -> None:
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
 
@@ -100,6 +112,13 @@ class Hybrid:
         ahead); "attend" (host memory, where the CPU attends); "tiered" (the most recent `kv_budget` bytes on the
         device, the rest as `attend`). Sliding-window layers stay on the device unless `kv_keep_sliding` is False.
         `kv_dtype` is the precision of both halves' caches.
+        `engine` "llama.cpp" gives the layers to llama.cpp's own GPU instead of ours, counted from the last, where
+        llama-cpp-python was built with one. `chat_template` replaces the model's own: a name that llama.cpp knows,
+        such as "chatml", a file, or Jinja text.
+
+        For code written for `llama_cpp.Llama`: `model_path` is `model`, `n_gpu_layers` -1 is "all", `seed` is that of
+        requests that give none, `verbose` prints the `notes` on stderr, and its other arguments (`llama`) are taken
+        where they mean something here, or ask for what is so anyway.
         Raises HybridError (a sentence a user can act on); Ctrl-C leaves nothing behind.
         """
         start = time.perf_counter()
@@ -107,7 +126,11 @@ class Hybrid:
         self._pid = os.getpid()
         self._turns = Turns()
         self._closing = False
-        self._file = ModelFile(resolve_model(model))
+        if model is not None and model_path is not None:
+            raise BadRequestError("Give the model once: as the first argument or as model_path.")
+        asked = read_llama_arguments(llama, engine)
+        self._seed, self._repeat_last_n, self._spm_infill = seed, asked.repeat_last_n, asked.spm_infill
+        self._file = ModelFile(resolve_model(model if model is not None else model_path))
         try:
             spec = read_spec(self._file)
             chosen = plan(
@@ -123,9 +146,11 @@ class Hybrid:
                     most_sequences=most_sequences,
                     n_draft=n_draft,
                     kv=kv,
-                    kv_dtype=kv_dtype,
+                    kv_dtype=asked.kv_dtype or kv_dtype,
                     kv_budget=kv_budget,
                     kv_keep_sliding=kv_keep_sliding,
+                    engine=engine,
+                    offload_kqv=asked.offload_kqv,
                 ),
             )
             self._notes = list(chosen.notes)
@@ -133,10 +158,14 @@ class Hybrid:
             if self._engine.head is not None:
                 self._notes += self._engine.head.notes
             self._template: ChatTemplate | None = None
+            if chat_template is not None:
+                self._template = chosen_template(chat_template, **self._template_tokens())
         except BaseException:
             self.close()
             raise
         self._load_s = time.perf_counter() - start
+        if verbose:
+            print(*self._notes, sep="\n", file=sys.stderr)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -198,6 +227,19 @@ class Hybrid:
         assert rows is not None
         return rows
 
+    def score(self, tokens: Sequence[int], see: Callable[[int, Logits], None]) -> None:
+        """As `logits`, without holding all of them: `see(i, row)` gets the logits [n_vocab] after each token."""
+        engine, step = self.engine, self.placement.n_batch
+        self._check(tokens)
+        with self._turns.queue, self._turns.begin(object()), engine.scoring():
+            engine.trim(0)
+            for start in range(0, len(tokens), step):
+                rows = engine.evaluate(list(tokens[start : start + step]), outputs="all")
+                assert rows is not None
+                for i, row in enumerate(rows, start):
+                    see(i, row)
+            engine.trim(0)
+
     # -- text ----------------------------------------------------------------------------------------------------
 
     @overload
@@ -225,13 +267,16 @@ class Hybrid:
         stop: str | Sequence[str] | None = None,
         logit_bias: Mapping[int, float] | None = None,
         ignore_eos: bool = False,
+        grammar: Any = None,
+        json_schema: str | Mapping[str, Any] | None = None,
         stream: bool = False,
     ) -> Completion | Stream:
         """Continue `prompt` (text, or token ids used as they are).
 
         Returns a Completion (a str), or with `stream` an iterator of pieces. `temperature` 0 is greedy; `max_tokens`
         None runs until the model ends or the context is full (`finish_reason` "length"). A stop string ends the text
-        and is not part of it. Raises BadRequestError if the prompt does not fit the context.
+        and is not part of it. `grammar` (GBNF) or `json_schema` says what the text may be; where `max_tokens` cuts it
+        short, it is a beginning of that. Raises BadRequestError if the prompt does not fit the context.
         """
         options = options_of(
             temperature=temperature,
@@ -242,13 +287,25 @@ class Hybrid:
             repeat_last_n=repeat_last_n,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
-            seed=seed,
+            seed=self._seed if seed is None else seed,
             logit_bias=logit_bias,
             max_tokens=max_tokens,
             stop=stop,
             ignore_eos=ignore_eos,
+            grammar=grammar,
+            json_schema=json_schema,
         )
-        tokens = self._prompt(prompt)
+        return self._run(self._prompt(prompt), options, stream)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Sampling parameters that the constructor set for requests that say nothing else."""
+        asked = {"seed": self._seed, "repeat_last_n": self._repeat_last_n}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    def _run(self, tokens: list[int], options: Options, stream: bool) -> Completion | Stream:
+        self._check(tokens)
+        if options.grammar:
+            check_grammar(options.grammar)
         result: list[Completion] = []
         cancelled = False
         pieces = self._pieces(tokens, options, result, lambda: cancelled or self._closing)
@@ -280,7 +337,11 @@ class Hybrid:
         what `generate` would have given. With `n_draft`, tokens are drafted from what the text repeats: the same text,
         sooner. Raises BadRequestError, before anything runs, for a prompt that does not fit.
         """
+        if self._seed is not None:
+            options.setdefault("seed", self._seed)
         how = options_of(**options)
+        if how.grammar:
+            check_grammar(how.grammar)
         tokens = [tuple(self._prompt(prompt)) for prompt in prompts]
         longest = max(map(len, tokens), default=0)
         if longest > self.n_ctx:
@@ -334,7 +395,7 @@ class Hybrid:
         template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
         template = self.chat_template
         tokens = encode_chat(template, self.engine.vocabulary, messages)
-        options["stop"] = [*_stops(options.get("stop")), *template.stop]
+        options["stop"] = [*stop_strings(options.get("stop")), *template.stop]
         if stream:
             return self.generate(tokens, stream=True, **options)
         return self.generate(tokens, **options)
@@ -343,15 +404,14 @@ class Hybrid:
     def chat_template(self) -> ChatTemplate:
         """The compiled chat template; says in `notes`, once, where it is not the model's own."""
         if self._template is None:
-            vocabulary = self.engine.vocabulary
-            self._template = compile_template(
-                vocabulary.chat_template,
-                bos_token=_spelled(vocabulary, vocabulary.bos),
-                eos_token=_spelled(vocabulary, vocabulary.eos),
-            )
+            self._template = compile_template(self.engine.vocabulary.chat_template, **self._template_tokens())
             if self._template.note:
                 self._notes.append(self._template.note)
         return self._template
+
+    def _template_tokens(self) -> dict[str, str]:
+        vocabulary = self.engine.vocabulary
+        return {"bos_token": _spelled(vocabulary, vocabulary.bos), "eos_token": _spelled(vocabulary, vocabulary.eos)}
 
     def close(self) -> None:
         """Free both halves and the file; a request of another thread is interrupted first. Calling it again does
@@ -397,7 +457,7 @@ class Hybrid:
 
     def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
         """A prompt's token ids. Raises BadRequestError for one that is none."""
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else _ids(prompt)
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt)
         self._check(tokens)
         return tokens
 
@@ -433,14 +493,19 @@ def options_of(
     stop: str | Sequence[str] | None = None,
     ignore_eos: bool = False,
     logit_bias: Mapping[int, float] | None = None,
+    grammar: str | None = None,
+    json_schema: str | Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> Options:
     """The options of `generate` as one object. Raises BadRequestError for senseless values."""
+    if grammar is not None and json_schema is not None:
+        raise BadRequestError("Give a grammar or a JSON schema, not both.")
     return Options(
         sampling=SamplingParams(logit_bias=dict(logit_bias or {}), **sampling),
         max_tokens=max_tokens,
-        stop=_stops(stop),
+        stop=stop_strings(stop),
         ignore_eos=ignore_eos,
+        grammar=schema_grammar(json_schema) if json_schema is not None else grammar_text(grammar or ""),
     )
 
 
@@ -448,26 +513,6 @@ def _common(prompts: Sequence[tuple[int, ...]]) -> int:
     """How many tokens all of them begin with."""
     first, last = min(prompts), max(prompts)
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-
-
-def _ids(prompt: object) -> list[int]:
-    """Token ids as plain ints. Raises BadRequestError for what is neither text nor token ids."""
-    if isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, bytearray, Mapping)):
-        try:
-            return [operator.index(token) for token in prompt]
-        except TypeError:
-            pass
-    raise BadRequestError(f"A prompt is text or a list of token ids, not {type(prompt).__name__} {prompt!r:.40}.")
-
-
-def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """What may be given as `stop`, as a tuple of strings."""
-    if stop is None:
-        return ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(s, str) for s in stops):
-        raise BadRequestError(f"stop must be a string or a list of strings, not {stop!r:.40}.")
-    return stops
 
 
 def _spelled(vocabulary: Vocabulary, token: int) -> str:

@@ -275,7 +275,7 @@ class _Slot:
         """A drawn token."""
         if self.speculation is not None:
             self.speculation.push(token)
-        piece = self.reply.push(token)
+        piece = self.reply.push(token, self.sampler)
         if piece and self.task.on_text is not None and self.task.on_text(piece):
             self.reply.interrupt()
 

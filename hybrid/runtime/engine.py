@@ -270,17 +270,21 @@ class Engine:
         if self.tail is not None:
             self.tail.abort()
 
-    def sample(self, sampler: Sampler, i: int = -1) -> int:
-        """The next token from the logits of the last batch's token `i` (negative: of its outputs, from the end).
+    def sample(self, sampler: Sampler, i: int = -1, edit: Callable[[Logits], Logits] | None = None) -> int:
+        """The next token from the logits of the last batch's token `i` (negative: of its outputs, from the end), or
+        from what `edit` makes of a copy of them.
 
+        NOTHING (of `hybrid.runtime.sampling`) where the sampler's grammar allows none.
         Raises EngineError for logits that are not finite: llama.cpp would draw from them without a word.
         """
         row = self.logits(i)
         if not np.isfinite(row.max()):
             raise EngineError("The model computed logits that are not numbers; its file may be damaged.")
+        if edit is not None:
+            return sampler.sample(edit(row.copy()))
         if sampler.takes_the_largest:
             return sampler.largest(row)
-        if self.tail is not None:
+        if self.tail is not None and sampler.grammar is None:
             return sampler.sample_from(self.tail.context, i)
         return sampler.sample(row)
 

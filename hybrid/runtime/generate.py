@@ -39,9 +39,18 @@ def generate(
             if not cancelled():
                 raise
             reply.interrupt()
+        edit, is_over, so_far = options.edit_logits, options.is_over, list(prompt)
         while reply.reason is None:
-            token = engine.sample(sampler)
-            if piece := reply.push(token):
+            if is_over is not None and is_over(so_far, engine.last_logits()):
+                reply.end()
+                break
+            token = engine.sample(sampler, edit=edit and (lambda logits: edit(so_far, logits)))
+            piece = reply.push(token, sampler)
+            if len(reply.tokens) > len(so_far) - len(prompt):
+                so_far.append(token)
+                if options.on_token is not None:
+                    options.on_token(token, engine.last_logits())
+            if piece:
                 yield piece
             if cancelled():
                 reply.interrupt()

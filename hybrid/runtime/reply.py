@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 
 from hybrid.errors import BadRequestError
 from hybrid.runtime.completion import Completion, FinishReason, Memory, Timings
-from hybrid.runtime.engine import Engine
-from hybrid.runtime.sampling import Sampler, SamplingParams
+from hybrid.runtime.engine import Engine, Logits
+from hybrid.runtime.grammar import Grammar, stuck
+from hybrid.runtime.sampling import NOTHING, Sampler, SamplingParams
 from hybrid.runtime.text import TextStream
 
 
@@ -22,6 +24,15 @@ class Options:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""
+    """GBNF that the text (not the prompt) follows; "": any text."""
+    edit_logits: Callable[[Sequence[int], Logits], Logits] | None = None
+    """Given the tokens so far and a copy of the logits [n_vocab]: the logits to sample from. This and the next two are
+    for `generate` alone, not for several sequences at a time."""
+    is_over: Callable[[Sequence[int], Logits], bool] | None = None
+    """Given the tokens so far and their logits: whether the text ends here, before the next token."""
+    on_token: Callable[[int, Logits], None] | None = None
+    """Sees every token that joins the text, before its piece comes out, and the logits it was drawn from."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 0):
@@ -58,24 +69,37 @@ class Reply:
         if self._options.ignore_eos:
             never = {token: float("-inf") for token in self._vocabulary.eog_tokens}
             sampling = replace(sampling, logit_bias={**sampling.logit_bias, **never})
-        return Sampler(sampling, self._vocabulary.n_vocab)
+        grammar = Grammar(self._options.grammar, self._vocabulary) if self._options.grammar else None
+        return Sampler(sampling, self._vocabulary.n_vocab, grammar)
 
-    def push(self, token: int) -> str:
-        """The next sampled token; returns the text that is now certain, perhaps none."""
+    def push(self, token: int, sampler: Sampler) -> str:
+        """The next token, drawn by `sampler`; returns the text that is now certain, perhaps none.
+
+        Raises EngineError if there is none that the grammar allows, though the text is not complete.
+        """
+        if token == NOTHING:
+            if sampler.grammar is None or not sampler.grammar.complete:
+                raise stuck()
+            self.end()
+            return ""
         if self._first_at is None:
             self._first_at = time.perf_counter()
         if not self._options.ignore_eos and self._vocabulary.is_eog(token):
-            self.reason = "stop"
+            self.end()
             return ""
         self.tokens.append(token)
         piece = self._text.push(self._vocabulary.piece(token))
         if piece:
             self._pieces.append(piece)
         if self._text.stopped:
-            self.reason = "stop"
+            self.end()
         elif len(self.tokens) >= self.limit:
             self.reason = "length"
         return piece
+
+    def end(self) -> None:
+        """The text is complete."""
+        self.reason = "stop"
 
     def interrupt(self) -> None:
         """It ends here, unless it has ended by itself."""

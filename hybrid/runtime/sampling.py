@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,15 @@ import numpy.typing as npt
 from hybrid.errors import BadRequestError, EngineError
 from hybrid.tail.llama import lib as llama_cpp
 
+if TYPE_CHECKING:
+    from hybrid.runtime.grammar import Grammar
+
 RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp's LLAMA_DEFAULT_SEED: draw a fresh seed."""
+NOTHING = -1
+"""In place of a token: there is none that may come next."""
+MIROSTAT_M = 100
+"""Candidates by which Mirostat 1 estimates a distribution's slope, as in llama.cpp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,11 @@ class SamplingParams:
     """0 or negative: off."""
     top_p: float = 0.95
     min_p: float = 0.05
+    typical_p: float = 1.0
+    mirostat: int = 0
+    """1 or 2: that version of Mirostat instead of the truncations (top-k, top-p, min-p, typical-p)."""
+    mirostat_tau: float = 5.0
+    mirostat_eta: float = 0.1
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
     """Tokens the penalties look back on; 0: off."""
@@ -41,6 +53,9 @@ class SamplingParams:
             "temperature",
             "top_p",
             "min_p",
+            "typical_p",
+            "mirostat_tau",
+            "mirostat_eta",
             "repeat_penalty",
             "presence_penalty",
             "frequency_penalty",
@@ -50,9 +65,11 @@ class SamplingParams:
                 raise BadRequestError(f"{name} must be a finite number, not {value!r}.")
         if self.temperature < 0:
             raise BadRequestError(f"temperature must be 0 (greedy) or more, not {self.temperature}.")
-        for name in ("top_p", "min_p"):
+        for name in ("top_p", "min_p", "typical_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise BadRequestError(f"{name} must lie between 0 and 1, not {getattr(self, name)}.")
+        if self.mirostat not in (0, 1, 2):
+            raise BadRequestError(f"mirostat must be 0 (off), 1 or 2, not {self.mirostat!r}.")
         if self.repeat_penalty <= 0:
             raise BadRequestError(f"repeat_penalty must be above 0 (1 switches it off), not {self.repeat_penalty}.")
         for name in ("top_k", "repeat_last_n"):
@@ -77,21 +94,28 @@ class SamplingParams:
 
 
 class Sampler:
-    """One chain for one sequence: logit bias, penalties, then greedy or top-k, top-p, min-p, temperature, draw
-    (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them."""
+    """One chain for one sequence: logit bias, penalties, then greedy or top-k, typical-p, top-p, min-p, temperature,
+    draw (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them.
 
-    def __init__(self, params: SamplingParams, n_vocab: int) -> None:
+    With a `grammar`, whose state it advances, only `sample` may be used. As in llama.cpp's own programs the chain draws
+    first, and only where the grammar refuses that token are all of them masked by it and one drawn again: asking it
+    about one token costs next to nothing, about all of them more than a small model's decode. `close` frees both.
+    """
+
+    def __init__(self, params: SamplingParams, n_vocab: int, grammar: Grammar | None = None) -> None:
         self._remembers = params.has_penalties
-        self.takes_the_largest = params.is_argmax
+        self.takes_the_largest = params.is_argmax and grammar is None
         """Whether it has no state and always takes the token with the largest logit: `largest` is the same, sooner."""
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._biases = np.array(list(params.logit_bias.values()), np.float32)
+        self.grammar = grammar
         lib = self._lib = llama_cpp()
         self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
         if not self._chain:
             raise EngineError("llama.cpp could not make a sampler chain.")
         for sampler in _samplers(lib, params, n_vocab):
             lib.llama_sampler_chain_add(self._chain, sampler)
+        self._banned = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._candidates: npt.NDArray[Any] | None = None
 
@@ -107,27 +131,43 @@ class Sampler:
         return int(self._lib.llama_sampler_sample(self._chain, context, index))
 
     def sample(self, logits: npt.NDArray[np.float32]) -> int:
-        """The next token from `logits` [n_vocab] that llama.cpp did not compute; accepted into the penalties.
+        """The next token from `logits` [n_vocab], whoever computed them; accepted into penalties and grammar.
+        NOTHING where the grammar allows none that the logit bias does not ban.
 
         Raises EngineError for logits that are not numbers: the chain would draw from them without a word.
         """
         if np.isnan(logits.max()):
             raise EngineError("The model computed logits that are not numbers.")
+        token = self._draw(logits)
+        if self.grammar is not None and not self.grammar.allows(token):
+            token = self._draw(logits, self.grammar)
+        if token != NOTHING:
+            self._lib.llama_sampler_accept(self._chain, token)
+            if self.grammar is not None:
+                self.grammar.accept(token)
+        return token
+
+    def _draw(self, logits: npt.NDArray[np.float32], grammar: Grammar | None = None) -> int:
+        """A token by the chain, out of those `grammar` allows; NOTHING where there is none."""
         if self._candidates is None:
             dtype = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
             self._candidates = np.empty(len(self._ids), dtype)
-        self._candidates["id"] = self._ids  # the chain reorders them in place
-        self._candidates["logit"] = logits
-        self._candidates["p"] = 0.0
+        candidates = self._candidates
+        candidates["id"] = self._ids  # the chain reorders them in place
+        candidates["logit"] = logits
+        candidates["p"] = 0.0
         lib = self._lib
-        data = ctypes.cast(self._candidates.ctypes.data, lib.llama_token_data_p)
+        data = ctypes.cast(candidates.ctypes.data, lib.llama_token_data_p)
         array = lib.llama_token_data_array(data, len(self._ids), -1, False)
+        if grammar is not None:
+            grammar.mask(ctypes.byref(array), candidates["logit"])
+            candidates["logit"][self._banned] = -np.inf
+            if candidates["logit"].max() == -np.inf:  # llama.cpp would draw one of them nevertheless
+                return NOTHING
         lib.llama_sampler_apply(self._chain, ctypes.byref(array))
         if not 0 <= array.selected < array.size:
             raise EngineError("llama.cpp's sampler chose no token.")
-        token = int(array.data[array.selected].id)
-        lib.llama_sampler_accept(self._chain, token)
-        return token
+        return int(array.data[array.selected].id)
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Let the penalties see tokens that were not sampled here."""
@@ -137,10 +177,12 @@ class Sampler:
             self._lib.llama_sampler_accept(self._chain, token)
 
     def close(self) -> None:
-        """Free the chain; calling it again does nothing."""
+        """Free the chain and the grammar; calling it again does nothing."""
         if self._chain:
             self._lib.llama_sampler_free(self._chain)
             self._chain = None
+        if self.grammar is not None:
+            self.grammar.close()
 
     def __enter__(self) -> Sampler:
         return self
@@ -163,12 +205,22 @@ def _samplers(lib: Any, params: SamplingParams, n_vocab: int) -> Iterable[Any]:
     if params.temperature == 0:
         yield lib.llama_sampler_init_greedy()
         return
+    seed = RANDOM_SEED if params.seed in (None, -1) else params.seed
+    if params.mirostat:
+        yield lib.llama_sampler_init_temp(params.temperature)
+        tau, eta = params.mirostat_tau, params.mirostat_eta
+        if params.mirostat == 1:
+            yield lib.llama_sampler_init_mirostat(n_vocab, seed, tau, eta, MIROSTAT_M)
+        else:
+            yield lib.llama_sampler_init_mirostat_v2(seed, tau, eta)
+        return
     if params.top_k > 0:
         yield lib.llama_sampler_init_top_k(params.top_k)
+    if params.typical_p < 1:
+        yield lib.llama_sampler_init_typical(params.typical_p, 1)
     if params.top_p < 1:
         yield lib.llama_sampler_init_top_p(params.top_p, 1)
     if params.min_p > 0:
         yield lib.llama_sampler_init_min_p(params.min_p, 1)
     yield lib.llama_sampler_init_temp(params.temperature)
-    seed = RANDOM_SEED if params.seed in (None, -1) else params.seed
     yield lib.llama_sampler_init_dist(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.errors import BadRequestError
@@ -12,6 +13,8 @@ from hybrid.runtime.controls import guard_all, split, unused_marker
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from hybrid.runtime.builtin_templates import BuiltinTemplate
 
 Message = Mapping[str, Any]
 """One chat message: `role` and `content`, and whatever else the template understands."""
@@ -50,7 +53,7 @@ class ChatVocabulary(Protocol):
 class ChatTemplate:
     """A compiled template."""
 
-    template: Template
+    template: Template | BuiltinTemplate
     bos_token: str = ""
     eos_token: str = ""
     stop: tuple[str, ...] = ()
@@ -58,23 +61,44 @@ class ChatTemplate:
     note: str | None = None
     """One line for the user where this is not the model's own template."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt as text. A system message that the template refuses goes in front of the first user message.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt as text. A system message that the template refuses, or leaves out without a word, goes in front
+        of the first user message.
+
+        `variables` are what else a template may look at, such as `tools`; None values are as if they were not there.
 
         Raises BadRequestError with the template's own words where it refuses the messages.
         """
+        folded = _fold_system(messages)
         try:
-            return self._render(messages, add_generation_prompt)
+            text = self._render(messages, add_generation_prompt, variables)
+            if folded is None or text != self._without_system(messages, add_generation_prompt, variables):
+                return text
         except BadRequestError:
-            folded = _fold_system(messages)
             if folded is None:
                 raise
-            return self._render(folded, add_generation_prompt)
+        return self._render(folded, add_generation_prompt, variables)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _without_system(self, messages: Sequence[Message], *others: Any) -> str | None:
+        """The prompt as if there were no system message; None where the template wants one."""
+        try:
+            return self._render(messages[1:], *others)
+        except BadRequestError:
+            return None
+
+    def _render(
+        self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> str:
         setattr(self.template.environment, "steps", 0)  # noqa: B010 - a ChatEnvironment, which jinja2 types as its base
         try:
             return self.template.render(
+                **(variables or {}),
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 bos_token=self.bos_token,
@@ -99,24 +123,55 @@ def compile_template(source: str | None, *, bos_token: str = "", eos_token: str 
     return ChatTemplate(environment().from_string(DEFAULT_TEMPLATE), bos_token, eos_token, DEFAULT_STOP, note)
 
 
+def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str = "") -> ChatTemplate:
+    """The template that takes the place of the model's own: a name that llama.cpp knows, a file, or Jinja text.
+
+    Raises BadRequestError where it is none of them, or does not compile.
+    """
+    from hybrid.runtime.builtin_templates import BuiltinTemplate, builtin_names
+
+    name, text = str(choice), None
+    if isinstance(choice, str) and choice in builtin_names():
+        return ChatTemplate(BuiltinTemplate(choice), bos_token, eos_token)
+    if isinstance(choice, str) and ("{{" in choice or "{%" in choice):
+        name, text = "The text", choice
+    else:
+        try:
+            text = Path(choice).expanduser().read_bytes().decode("utf-8-sig")
+        except FileNotFoundError:
+            known = ", ".join(builtin_names())
+            raise BadRequestError(f"{name} is neither a file nor a chat template llama.cpp knows: {known}.") from None
+        except (OSError, ValueError) as e:
+            why = getattr(e, "strerror", None) or "it is not UTF-8 text"
+            raise BadRequestError(f"The chat template {name} cannot be read: {why}.") from e
+    compiled = compile_template(text, bos_token=bos_token, eos_token=eos_token)
+    if compiled.note:
+        raise BadRequestError(f"{name} cannot be used as a chat template: {compiled.note.partition('because ')[2]}")
+    return compiled
+
+
 def encode_chat(
     template: ChatTemplate,
     vocabulary: ChatVocabulary,
     messages: Sequence[Message],
     *,
     add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Prompt tokens of a conversation: the template's control tokens as such, everything a user wrote as plain text.
+    """Prompt tokens of a conversation: the template's control tokens as such, everything a user wrote as plain text,
+    in `messages` and in `variables` (`tools` and the like).
 
     Raises BadRequestError for malformed messages or messages the template refuses.
     """
     check_messages(messages)
     controls = {text: i for text, i in vocabulary.control_tokens.items() if len(text) > 1}
-    marker = unused_marker(messages, controls)
+    given = {name: value for name, value in (variables or {}).items() if value is not None}
+    marker = unused_marker([*messages, given], controls)
     if marker is None:
         raise BadRequestError("The messages use every Unicode noncharacter from U+FDD0 to U+FDEF; remove one of them.")
     guarded = [{**guard_all(m, controls, marker), "role": m["role"]} for m in messages]
-    text = template.render(guarded, add_generation_prompt=add_generation_prompt)
+    seen = {name: guard_all(value, controls, marker) for name, value in given.items()}
+    text = template.render(guarded, add_generation_prompt=add_generation_prompt, variables=seen)
     tokens: list[int] = []
     for piece in split(text, controls, vocabulary.attributes):
         if isinstance(piece, int):
@@ -134,8 +189,14 @@ def check_messages(messages: Sequence[Message]) -> None:
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not re.fullmatch(r"[\w.-]+", role):
             raise BadRequestError(f"Message {i} needs a role, one word such as user, assistant or system.")
-        if not isinstance(message.get("content"), (str, list)):
-            kind = type(message.get("content")).__name__
+        content = message.get("content")
+        calls = message.get("tool_calls") or message.get("function_call")
+        if isinstance(content, list):
+            kinds = [part.get("type", "text") if isinstance(part, Mapping) else "text" for part in content]
+            if other := next((kind for kind in kinds if kind != "text"), None):
+                raise BadRequestError(f"Message {i} has a part of type {other!r:.40}; only text can be read.")
+        elif not isinstance(content, str) and not (content is None and calls):
+            kind = type(content).__name__
             raise BadRequestError(f"Message {i} needs a content that is text, not {kind}.")
 
 

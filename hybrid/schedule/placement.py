@@ -8,6 +8,8 @@ from typing import Any, Literal
 KVStrategy = Literal["device", "stream", "attend", "tiered"]
 KVDtype = Literal["f32", "f16", "bf16", "q8_0"]
 
+ENGINES = ("auto", "hybrid", "llama.cpp")
+"""Who keeps layers on a GPU: our head, or llama.cpp itself."""
 KV_STRATEGIES: tuple[KVStrategy, ...] = ("device", "stream", "attend", "tiered")
 KV_DTYPES: tuple[KVDtype, ...] = ("f32", "f16", "bf16", "q8_0")
 
@@ -45,6 +47,17 @@ class Placement:
     n_threads_tail_batch: int = 1
     """llama.cpp threads during prefill, when the head computes at the same time."""
     n_threads_attend: int = 1
+    llama_gpu_layers: int = 0
+    """llama.cpp's own `n_gpu_layers`, counted from the last layer; only with k = 0."""
+    offload_kqv: bool = False
+    """Whether llama.cpp keeps the KV cache of those layers on its GPU too."""
+
+    @property
+    def where(self) -> str:
+        """What runs where, in a few words."""
+        if self.llama_gpu_layers:
+            return f"the last {self.llama_gpu_layers} layers on llama.cpp's GPU"
+        return f"{self.n_gpu_layers} layers on {self.device}" if self.n_gpu_layers else "all layers on the CPU"
 
     @property
     def n_outputs(self) -> int:

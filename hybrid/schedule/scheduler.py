@@ -16,6 +16,7 @@ from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
+from hybrid.schedule.own_offload import asked_layers, auto_layers, checked_engine
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
 from hybrid.schedule.sequences import with_sequences
 
@@ -53,6 +54,10 @@ class Request:
     kv_budget: int | None = None
     """Device bytes that `tiered` may use for K and V; None: the VRAM that is left."""
     kv_keep_sliding: bool = True
+    engine: str = "auto"
+    """Whose GPU layers `n_gpu_layers` are: "hybrid" (ours), "llama.cpp" (its own), or "auto"."""
+    offload_kqv: bool = True
+    """With llama.cpp's own GPU layers: whether their KV cache is there too."""
     vram_reserve: int = VRAM_RESERVE
     """Bytes of the free VRAM that `auto` leaves to the desktop."""
 
@@ -79,7 +84,9 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     cores = usable_cores()
     if request.n_threads is not None:
         cores = _positive("n_threads", request.n_threads, MAX_N_THREADS)
-    layers = _wanted_layers(request.n_gpu_layers, spec)
+    engine = checked_engine(request.engine)
+    own = asked_layers(request.n_gpu_layers, spec) if engine == "llama.cpp" else 0
+    layers = 0 if engine == "llama.cpp" else _wanted_layers(request.n_gpu_layers, spec)
     device = _device(request, layers)
     base = Placement(
         device=device or "cpu",
@@ -94,8 +101,12 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
     )
     n_ctx = _context(spec, base, request.n_ctx, notes)
     base = replace(base, n_ctx=n_ctx)
+    if layers is None and engine == "auto":
+        own, why = auto_layers(spec, base, request.vram_reserve)
+        notes += [why] * bool(why)
     if layers is None:
-        layers = _auto_layers(spec, base, device, request, notes)
+        layers = 0 if own else _auto_layers(spec, base, device, request, notes)
+    base = replace(base, llama_gpu_layers=own, offload_kqv=own > 0 and request.offload_kqv)
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
@@ -186,11 +197,13 @@ def _wanted_layers(asked: int | str, spec: ModelSpec) -> int | None:
         if word == "auto":
             return None
         if word == "all":
-            asked = spec.n_layers
+            asked = -1
         elif re.fullmatch("-?[0-9]+", word):
             asked = int(word)
         else:
             raise BadRequestError(f"n_gpu_layers must be a number, 'all' or 'auto', not {asked!r}.")
+    if asked == -1:  # llama-cpp-python's "all"
+        asked = spec.n_layers
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
         raise BadRequestError(f"n_gpu_layers must be 0 or more, 'all' or 'auto', not {asked!r}.")
     k = min(asked, spec.n_layers)

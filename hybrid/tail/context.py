@@ -23,7 +23,8 @@ Float32s = npt.NDArray[np.float32]
 
 
 def context_params(placement: Placement, n_outputs_max: int) -> Any:
-    """llama.cpp's parameters for the tail of `placement`, on the CPU whatever the library was built with."""
+    """llama.cpp's parameters for the tail of `placement`, on the CPU whatever the library was built with, unless the
+    placement gives llama.cpp layers on a GPU of its own."""
     params = lib().llama_context_default_params()
     params.n_ctx = placement.n_ctx * placement.n_sequences
     params.n_batch = placement.n_batch
@@ -33,7 +34,7 @@ def context_params(placement: Placement, n_outputs_max: int) -> Any:
     params.n_threads = placement.n_threads_tail
     params.n_threads_batch = placement.n_threads_tail_batch
     params.type_k = params.type_v = KV_TYPES[placement.kv_dtype]  # llama.cpp turns flash attention on where V needs it
-    params.offload_kqv = params.op_offload = False
+    params.offload_kqv, params.op_offload = placement.offload_kqv, placement.llama_gpu_layers > 0
     params.swa_full = placement.swa_full
     params.kv_unified = placement.kv_unified
     return params

@@ -51,15 +51,17 @@ def open_files(
     paths: Sequence[Path],
     *,
     vocab_only: bool = False,
+    gpu_layers: int = 0,
     progress: Callable[[float], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Model:
-    """llama.cpp's ordinary load of a file, or of all shards of one, by mmap.
+    """llama.cpp's ordinary load of a file, or of all shards of one, by mmap; the last `gpu_layers` on its own GPU.
 
     `progress` gets fractions and `cancelled` is asked, both on the calling thread, about twenty times a second.
     Raises Cancelled (Ctrl-C included), OutOfMemoryError, EngineError with llama.cpp's own reason.
     """
-    params = _cpu_params()
+    params = _cpu_params() if gpu_layers == 0 else lib().llama_model_default_params()
+    params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
     names = [os.fsencode(path) for path in paths]
 

@@ -56,7 +56,7 @@ class Tail(Context):
     ) -> None:
         self.placement = placement
         self._input_scale = np.float32(input_scale(spec))
-        model = _load(file, spec, placement.n_gpu_layers, progress, cancelled)
+        model = _load(file, spec, placement, progress, cancelled)
         try:
             super().__init__(model, context_params(placement, n_outputs_max or placement.n_outputs))
             self.vocabulary = Vocabulary(model)
@@ -102,10 +102,13 @@ class Tail(Context):
 def _load(
     file: ModelFile,
     spec: ModelSpec,
-    k: int,
+    placement: Placement,
     progress: Callable[[float], None] | None,
     cancelled: Callable[[], bool] | None,
 ) -> Model:
-    if k == 0:
-        return open_files([shard.path for shard in file.shards], progress=progress, cancelled=cancelled)
-    return open_virtual(tail_slice(file, spec, k), file.path.name, progress=progress, cancelled=cancelled)
+    if placement.n_gpu_layers == 0:
+        paths, own = [shard.path for shard in file.shards], placement.llama_gpu_layers
+        return open_files(paths, gpu_layers=own, progress=progress, cancelled=cancelled)
+    return open_virtual(
+        tail_slice(file, spec, placement.n_gpu_layers), file.path.name, progress=progress, cancelled=cancelled
+    )

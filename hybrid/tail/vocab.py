@@ -32,6 +32,12 @@ class Vocabulary:
         """-1 where the model has none; so for the other ids."""
         self.eos: int = int(self._lib.llama_vocab_eos(self._vocab))
         self.eot: int = int(self._lib.llama_vocab_eot(self._vocab))
+        self.fim: tuple[int, int, int] = (
+            int(self._lib.llama_vocab_fim_pre(self._vocab)),
+            int(self._lib.llama_vocab_fim_suf(self._vocab)),
+            int(self._lib.llama_vocab_fim_mid(self._vocab)),
+        )
+        """What stands before a prefix, a suffix, and the middle that is to be filled in."""
         self.newline: int = int(self._lib.llama_vocab_nl(self._vocab))
         self.add_bos: bool = bool(self._lib.llama_vocab_get_add_bos(self._vocab))
         """Whether a prompt begins with BOS (what `tokenize` does with `add_special`)."""
@@ -139,6 +145,11 @@ class Vocabulary:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def handle(self) -> int:
+        """The llama_vocab, for those functions of llama.cpp that take one; valid while the model is open."""
+        return self._handle
 
     @property
     def _handle(self) -> int:

@@ -201,7 +201,7 @@ def test_the_chat_on_a_terminal(term: str, tiny: Path, environment: dict[str, st
         chat.send("Hello\r")
         chat.expect(r"\d+ tokens?, .*context \d+ of \d+")
         chat.send("/stats\r")
-        chat.expect("layers   all in llama.cpp on the CPU")
+        chat.expect("layers   all layers on the CPU")
         chat.send("\x03")
         chat.expect("Ctrl-D or /exit leaves")
         chat.send("\x04")
