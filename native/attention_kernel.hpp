@@ -3,8 +3,8 @@
 // into another.
 //
 // For each block of keys and each KV head: scores of all its query heads (each K row is read once), an online
-// softmax whose peak moves only when a score exceeds it, and the sums over V. While a block is computed, the
-// same head's rows of the next one are fetched into the cache.
+// softmax whose peak moves only when a score exceeds it, and the sums over V. Meanwhile the next head's rows
+// are fetched into the cache: far enough ahead for memory to answer, near enough to be there still.
 #pragma once
 
 #include "attention_rows.hpp"
@@ -15,6 +15,7 @@ namespace {
 
 using hybrid::Rows;
 using hybrid::Task;
+using hybrid::widest_vector;
 
 // K or V of one head in one block, as the inner loops take it.
 struct Block {
@@ -45,7 +46,7 @@ void add(const Task& task, const Sums& sums, const Block& k, const Block& v, int
             s[i] = minus_infinity;
     k.functions->scores[sums.n_heads - 1](k.rows, k.stride, k.scales, sums.q, task.k.dim, n, s, k.ahead);
     for (int r = 0; r < sums.n_heads; ++r)
-        softmax(s + r * block_tokens, task.softcap, sums.peak[r], sums.partial + r * 16,
+        softmax(s + r * block_tokens, task.softcap, sums.peak[r], sums.partial + r * widest_vector,
                 sums.out + r * task.v.dim, task.v.dim);
     v.functions->values[sums.n_heads - 1](v.rows, v.stride, v.scales, s, n, sums.out, task.v.dim, v.ahead);
 }
@@ -69,7 +70,7 @@ void run(const Task& task) {
     const int rows = task.n_kv_heads * group; // of one query
     float* const q = task.scratch;
     float* const partial = q + task.n * rows * dim_k;
-    float* const k_scratch = partial + task.n * rows * 16;
+    float* const k_scratch = partial + task.n * rows * widest_vector;
     float* const v_scratch = k_scratch + hybrid::block_floats(dim_k);
     const float scale = task.softcap != 0.0F ? task.scale / task.softcap : task.scale;
     for (int64_t i = 0; i < task.n; ++i) {
@@ -79,8 +80,8 @@ void run(const Task& task) {
     }
     for (int64_t row = 0; row < task.n * rows; ++row) {
         task.peak[row] = minus_infinity;
-        for (int j = 0; j < 16; ++j)
-            partial[row * 16 + j] = 0.0F;
+        for (int j = 0; j < widest_vector; ++j)
+            partial[row * widest_vector + j] = 0.0F;
         for (int j = 0; j < dim_v; ++j)
             task.out[row * dim_v + j] = 0.0F;
     }
@@ -92,12 +93,16 @@ void run(const Task& task) {
         // As far as the ring's end.
         const int64_t left = task.hi - p < task.n_slots - slot ? task.hi - p : task.n_slots - slot;
         n_keys = int(left < block_tokens ? left : block_tokens);
-        const int64_t ahead = left >= 2 * block_tokens ? block_tokens : 0;
+        const bool more = left >= 2 * block_tokens;
         for (int h = 0; h < task.n_kv_heads; ++h) {
-            Block k = open_block(task.k, task.first_head + h, slot, n_keys, often, ahead * task.k.slot_stride,
-                                 k_scratch);
-            Block v = open_block(task.v, task.first_head + h, slot, n_keys, often, ahead * task.v.slot_stride,
-                                 v_scratch);
+            const auto next = [&](const Rows& rows) {
+                if (h + 1 < task.n_kv_heads)
+                    return rows.head_stride;
+                return more ? block_tokens * rows.slot_stride - h * rows.head_stride : 0;
+            };
+            const int head = task.first_head + h;
+            Block k = open_block(task.k, head, slot, n_keys, often, next(task.k), k_scratch);
+            Block v = open_block(task.v, head, slot, n_keys, often, next(task.v), v_scratch);
             for (int64_t i = 0; i < task.n; ++i) {
                 const int64_t own =
                     task.position + i - p; // the query's own key, counted from the block's first
@@ -111,7 +116,7 @@ void run(const Task& task) {
                 seen_v.skip(lo);
                 for (int g = 0; g < group; g += max_heads) {
                     const int64_t row = i * rows + h * group + g;
-                    const Sums sums{q + row * dim_k, task.peak + row, partial + row * 16,
+                    const Sums sums{q + row * dim_k, task.peak + row, partial + row * widest_vector,
                                     task.out + row * dim_v, group - g < max_heads ? group - g : max_heads};
                     add(task, sums, seen_k, seen_v, hi - lo);
                     k.ahead = v.ahead = seen_k.ahead = seen_v.ahead = 0; // fetched
@@ -121,8 +126,8 @@ void run(const Task& task) {
     }
     for (int64_t row = 0; row < task.n * rows; ++row) {
         float sum = 0.0F;
-        for (int j = 0; j < 16; ++j)
-            sum += partial[row * 16 + j];
+        for (int j = 0; j < widest_vector; ++j)
+            sum += partial[row * widest_vector + j];
         task.sum[row] = sum;
     }
 }

@@ -18,8 +18,11 @@ struct Rows {
     int dim;
 };
 
+// Floats of the widest vector: partial sums take as much room on every instruction set.
+constexpr int widest_vector = 16;
+
 // Keys attended to at a time.
-constexpr int block_tokens = 16;
+constexpr int block_tokens = 32;
 
 // Consecutive queries of one sequence against the keys at positions lo … hi - 1, for some of the KV heads.
 struct Task {
@@ -54,7 +57,7 @@ constexpr std::int64_t block_floats(int dim) {
 
 // The scaled queries, a vector of partial sums each, and a block of K and of V.
 constexpr std::int64_t scratch_floats(std::int64_t rows, int dim_k, int dim_v) {
-    return rows * (dim_k + 16) + block_floats(dim_k) + block_floats(dim_v);
+    return rows * (dim_k + widest_vector) + block_floats(dim_k) + block_floats(dim_v);
 }
 
 using Kernel = void (*)(const Task&);
