@@ -19,12 +19,17 @@ using Reg = Vec::Reg;
 
 constexpr int W = Vec::width;
 
-// read: vectors i … i + N - 1 of a row. `line` vectors fill a cache line, or all but.
+// More would only make the compiler work longer.
+constexpr int at_most_4(int n) {
+    return n < 4 ? n : 4;
+}
+
+// read: vectors i … i + N - 1 of a row. `line` vectors lie in one cache line.
 // prepare writes what read needs to know of all rows of a block: scale_floats(dim) floats.
 template <RowType> struct Reader;
 
 template <> struct Reader<RowType::f32> {
-    static constexpr int line = W < 16 ? 16 / W : 1;
+    static constexpr int line = at_most_4(16 / W);
     static constexpr int64_t offset(int64_t i) { return 4 * i; }
     static void prepare(const char*, int64_t, int, int, float*) {}
     template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
@@ -35,7 +40,7 @@ template <> struct Reader<RowType::f32> {
 };
 
 template <> struct Reader<RowType::f16> {
-    static constexpr int line = 32 / W;
+    static constexpr int line = at_most_4(32 / W);
     static constexpr int64_t offset(int64_t i) { return 2 * i; }
     static void prepare(const char*, int64_t, int, int, float*) {}
     template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
@@ -46,7 +51,7 @@ template <> struct Reader<RowType::f16> {
 };
 
 template <> struct Reader<RowType::bf16> {
-    static constexpr int line = 32 / W;
+    static constexpr int line = at_most_4(32 / W);
     static constexpr int64_t offset(int64_t i) { return 2 * i; }
     static void prepare(const char*, int64_t, int, int, float*) {}
     template <int N> static void read(const char* row, int i, const float*, Reg (&x)[N]) {
@@ -58,7 +63,7 @@ template <> struct Reader<RowType::bf16> {
 
 // Blocks of a float16 scale and 32 signed bytes. N vectors are part of a block or whole blocks.
 template <> struct Reader<RowType::q8_0> {
-    static constexpr int line = 32 / W;
+    static constexpr int line = at_most_4(32 / W);
     static constexpr int64_t offset(int64_t i) { return i / 32 * 34; }
 
     // scales[b * block_tokens + t] of block b of row t: converted by vectors, not one by one.

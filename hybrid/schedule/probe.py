@@ -10,11 +10,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid import _native
 from hybrid.schedule import facts
 from hybrid.schedule.limits import available_ram
 from hybrid.schedule.machine import Gpu, Machine, Rates
@@ -22,8 +22,8 @@ from hybrid.schedule.machine import Gpu, Machine, Rates
 if TYPE_CHECKING:
     pass
 
-READ_BYTES = 256 << 20
-"""Larger than the caches of most processors."""
+READ_BYTES = 1 << 30
+"""Several times the last cache of most processors (a server's may hold 300 MiB)."""
 COPY_BYTES = 64 << 20
 DISK_BYTES = 512 << 20
 DISK_BLOCK = 8 << 20
@@ -72,14 +72,8 @@ def host_rates(cores: int) -> Rates:
     import numpy as np
 
     size = min(READ_BYTES, available_ram() // 8)
-    data = np.ones(size // 4, np.int32)
-    one = _rate(data.nbytes, lambda: data.max())
-    if cores > 1:
-        parts = np.array_split(data, cores)
-        with ThreadPoolExecutor(cores) as pool:
-            every = _rate(data.nbytes, lambda: list(pool.map(lambda part: part.max(), parts)))
-    else:
-        every = one
+    one = _native.read_bandwidth(size, 1, SLICE_S)
+    every = _native.read_bandwidth(size, cores, SLICE_S) if cores > 1 else one
     side = 1024
     a = np.ones((side, side), np.float32)
     return Rates(

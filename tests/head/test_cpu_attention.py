@@ -407,6 +407,17 @@ def test_host_rows_start_at_zero_and_hold_what_was_encoded(kv_type: str) -> None
     assert not decode(rows[[0, 2]]).any()
 
 
+def test_large_host_rows_are_plain_memory_of_their_own() -> None:
+    rows = host_rows(4096, 4, 128, "f16", n_sequences=2)  # in huge pages
+    other = host_rows(4096, 4, 128, "f16", n_sequences=2)
+    assert rows.shape == (2, 4096, 4, 128)
+    assert not rows.any()
+    rows.fill_(1)
+    assert rows[1].is_contiguous()
+    assert rows.sum(dtype=torch.float32) == rows.numel()
+    assert not other.any()
+
+
 # -- arguments that do not fit ---------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hybrid import _native
 from hybrid.errors import BadRequestError
 from hybrid.schedule import facts, machine_store, probe
 from hybrid.schedule.machine import Machine
@@ -205,6 +206,31 @@ def test_the_disk_is_read_or_it_is_said_why_not(tmp_path: Path) -> None:
     rate = probe.read_disk(large).bytes_per_s
     assert rate is not None
     assert rate > 0
+
+
+def test_all_cores_and_one_read_more_memory_than_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def read_bandwidth(n_bytes: int, n_threads: int, seconds: float) -> float:
+        asked.append((n_bytes, n_threads))
+        return 10.0 * n_threads
+
+    monkeypatch.setattr(probe, "available_ram", lambda: 64 * GB)
+    monkeypatch.setattr(_native, "read_bandwidth", read_bandwidth)
+    rates = probe.host_rates(3)
+    assert (rates.host_bytes_per_s, rates.host_bytes_per_s_one_core) == (30.0, 10.0)
+    assert asked == [(probe.READ_BYTES, 1), (probe.READ_BYTES, 3)]
+    monkeypatch.setattr(probe, "available_ram", lambda: GB)
+    asked.clear()
+    assert probe.host_rates(1).host_bytes_per_s == 10.0
+    assert asked == [(GB // 8, 1)]  # one core, once, and no more than the RAM can spare
+
+
+def test_reading_memory_is_measured() -> None:
+    assert _native.read_bandwidth(1 << 22, 2, 0.0) > 0
+    for n_bytes, n_threads in ((0, 1), (-1, 1), (1 << 50, 1), (1 << 20, 0), (1 << 20, -3), (4096, 2)):
+        with pytest.raises(ValueError, match="out of range"):
+            _native.read_bandwidth(n_bytes, n_threads, 0.0)
 
 
 @pytest.mark.skipif(bool(facts.gpus()), reason="with a GPU torch measures it")

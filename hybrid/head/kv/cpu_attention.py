@@ -6,6 +6,9 @@ result of two such parts, wherever each was computed (FlashDecoding; HGCA, Hybri
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +23,8 @@ HOST_DTYPES = {**DTYPES, "q8_0": torch.uint8}
 """The types of a cache in host memory, by their names in Placement, and what their rows are made of in torch."""
 
 
+HUGE_PAGE = 2 << 20
+"""Bytes below which huge pages gain nothing."""
 _NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.uint8: 3}
 """The types as `_native.attend` numbers them."""
 
@@ -160,11 +165,20 @@ def host_rows(
 ) -> Tensor:
     """Zeroed rows [n_slots, n_kv_heads, width] for K or V, with n_sequences in front where it is given.
 
+    Memory that is not pinned is in huge pages where the system has them: it reads faster so.
     `pinned` asks for page-locked memory and raises RuntimeError where there is none; the caller decides what then.
     """
     width = q8_0.row_bytes(head_dim) if kv_dtype == "q8_0" else head_dim
     shape = (n_slots, n_kv_heads, width) if n_sequences is None else (n_sequences, n_slots, n_kv_heads, width)
-    return torch.zeros(shape, dtype=HOST_DTYPES[kv_dtype], pin_memory=pinned)
+    dtype = HOST_DTYPES[kv_dtype]
+    n_bytes = math.prod(shape) * dtype.itemsize
+    if pinned or n_bytes < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, n_bytes, flags=flags)  # zeros; the tensor keeps it alive
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def encode(x: Tensor, kv_dtype: str) -> Tensor:
