@@ -16,6 +16,7 @@ from hybrid.errors import BadRequestError, OutOfMemoryError
 from hybrid.head import attention
 from hybrid.head.kv import host
 from hybrid.head.kv.base import KVCache
+from hybrid.head.kv.bus import Bus
 from hybrid.head.kv.cache import open_cache
 from hybrid.model.spec import FfnSpec, LayerSpec
 from hybrid.schedule import kv_tiers
@@ -228,6 +229,17 @@ def test_a_cache_in_host_memory_that_does_not_fit_names_its_bytes() -> None:
     placement = replace(PLACEMENT, n_ctx=1 << 44, kv="attend")
     with pytest.raises(OutOfMemoryError, match=f"{N_SEQUENCES * (8 * 2 * 4) << 44:,} bytes"):
         open_cache(LAYERS[:1], placement, CPU)
+
+
+def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus = Bus(CPU)
+    monkeypatch.setattr(bus, "_cuda", True)
+    monkeypatch.setattr("hybrid.head.kv.bus.register", lambda memory: "CUDA error 2")
+    cache = open_cache(LAYERS, replace(PLACEMENT, kv="attend", kv_keep_sliding=False), CPU, bus)
+    feed(cache, [(0, 0, 5)], np.random.default_rng(0), Everything())
+    (note,) = cache.notes
+    assert "could not be pinned (CUDA error 2)" in note
+    cache.close()
 
 
 class TestState:

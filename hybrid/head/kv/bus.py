@@ -7,6 +7,7 @@ copies between two tensors in RAM, and a stand-in keeps the order that streams w
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,7 +151,11 @@ def register(memory: Tensor) -> str | None:
     """Pin the pages of `memory`; why that failed, or None."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-    return None if code == 0 else f"CUDA error {code}"
+    if code == 0:
+        return None
+    with suppress(RuntimeError):  # CUDA remembers the failure, and torch would report it as the next kernel's
+        torch.zeros(1, device="cuda")
+    return f"CUDA error {code}"
 
 
 def _unpin(pinned: list[Tensor]) -> None:
