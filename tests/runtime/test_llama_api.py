@@ -326,3 +326,28 @@ def test_a_constructor_argument_nobody_knows_is_a_type_error(llama_f32: Path) ->
 def test_verbose_prints_the_notes(llama_f32: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Hybrid(llama_f32, n_gpu_layers=0, verbose=True) as model:
         assert capsys.readouterr().err.splitlines() == model.notes
+
+
+SCRIPT = """
+llm = Llama(model_path=path, n_gpu_layers=0, n_ctx=256, n_threads=1, seed=1, verbose=False)
+messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+said = llm.create_chat_completion(messages, max_tokens=8, temperature=0.0, logit_bias=no_bytes)
+stream = list(llm.create_chat_completion(messages, max_tokens=8, stream=True, logit_bias=no_bytes))
+form = {"type": "json_object", "schema": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}}
+data = llm.create_chat_completion(messages, response_format=form, temperature=0.0)
+parsed = json.loads(data["choices"][0]["message"]["content"])
+done = llm("Hello world", max_tokens=4, stop=["xyz"], echo=True, logit_bias=no_bytes)
+llm.close()
+"""
+
+
+def test_a_script_written_for_that_class_runs_with_this_one(tiny: Path) -> None:
+    from llama_cpp import Llama
+
+    found = []
+    for kind in (Hybrid, Llama):
+        names: dict[str, Any] = {"Llama": kind, "path": str(tiny), "json": json, "no_bytes": NO_BYTES}
+        exec(SCRIPT, names)
+        assert names["parsed"]["n"] in (1, 2)
+        found.append([shape(names[name]) for name in ("said", "stream", "data", "parsed", "done")])
+    assert found[0] == found[1]
