@@ -80,9 +80,9 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
 def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
     """Live storages, temporaries included."""
     import torch
-    from live_bytes import LiveBytes
 
     from hybrid.head.head import Head
+    from hybrid.head.memory import LiveBytes
 
     torch.set_num_threads(1)
     n = spec.n_layers

@@ -56,9 +56,12 @@ class Engine:
         spec: ModelSpec,
         placement: Placement,
         *,
+        vram_budget: int | None = None,
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
+        """Load both halves. With `vram_budget` the head gets no more bytes of its device than that."""
         self.file, self.spec, self.placement = file, spec, placement
+        self._vram_budget = vram_budget
         self.head: Head | None = None
         self.tail: Tail | None = None
         self._vocabulary: Vocabulary | None = None
@@ -158,6 +161,32 @@ class Engine:
             self.trim(len(held), seq)  # the halves may hold more than both have finished
             raise
         return np.concatenate(rows) if outputs == "all" else None
+
+    def step(self, tokens: Sequence[int]) -> None:
+        """Append tokens[i] to sequence i, for as many sequences as there are tokens, all in one batch.
+
+        Raises BadRequestError if a context has no room; as after an interruption, both halves then hold the same.
+        """
+        held = self._tokens[: len(tokens)]
+        if any(len(one) >= self.placement.n_ctx for one in held):
+            raise BadRequestError(f"The context of {self.placement.n_ctx} tokens is full.")
+        n = len(tokens)
+        positions = np.array([len(one) for one in held], np.int32)
+        chunk = Chunk(np.asarray(tokens, np.int32), positions, np.arange(n, dtype=np.int32), np.ones(n, np.bool_))
+        self._stopping = False
+        if self.tail is not None:
+            self.tail.withdraw_abort()
+        try:
+            self._back(chunk, self._on_head_thread(chunk))
+        except BaseException:
+            self._wait_until_idle()
+            if self._boundary is not None:
+                self._boundary.reset()
+            for seq, one in enumerate(held):
+                self.trim(len(one), seq)
+            raise
+        for one, token in zip(held, tokens, strict=True):
+            one.append(token)
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
@@ -352,7 +381,14 @@ class Engine:
         from hybrid.head.head import Head
 
         torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
-        self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=lambda: self._stopping)
+        self.head = Head(
+            self.file,
+            self.spec,
+            self.placement,
+            vram_budget=self._vram_budget,
+            progress=progress,
+            cancelled=lambda: self._stopping,
+        )
 
     def _load_tail(self, progress: Callable[[float], None]) -> None:
         from hybrid.tail.tail import Tail
