@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 import click
 
+from hybrid.cli.units import Bytes
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype")
+PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype", "vram_reserve")
 """Options that go to the constructor of Hybrid."""
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 """Options that go to `generate` and `chat`."""
@@ -75,6 +76,14 @@ placement_options = _all(
     ),
     click.option(
         "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
+    ),
+    click.option(
+        "--vram-reserve",
+        type=Bytes(),
+        default="512MiB",
+        show_default=True,
+        metavar="BYTES",
+        help="Of the free VRAM, what `-ngl auto` leaves to the desktop.",
     ),
 )
 

@@ -59,6 +59,7 @@ def generate(
     pieces: list[str] = []
     reason: FinishReason = "length"
     first_at: float | None = None
+    waited_s = 0.0  # while whoever reads the pieces did something else
     limit = n_ctx if options.max_tokens is None else options.max_tokens
     with Sampler(sampling, vocabulary.n_vocab) as sampler:
         sampler.accept(prompt)
@@ -80,7 +81,9 @@ def generate(
             made.append(token)
             if piece := text.push(vocabulary.piece(token)):
                 pieces.append(piece)
+                paused = time.perf_counter()
                 yield piece
+                waited_s += time.perf_counter() - paused
             if text.stopped:
                 reason = "stop"
                 break
@@ -100,7 +103,7 @@ def generate(
     if piece := text.finish():
         pieces.append(piece)
         yield piece
-    decode_s = end - (first_at or end)
+    decode_s = end - (first_at or end) - waited_s
     return Completion(
         "".join(pieces),
         tokens=made,
