@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,6 +151,31 @@ def _offloaded(spec: ModelSpec, placement: Placement, budget: Budget) -> Placeme
     if left < 0:
         return None
     return replace(placement, kv_budget=left) if placement.kv == "tiered" else placement
+
+
+def tunable(
+    spec: ModelSpec, base: Placement, budget: Budget, *, n_batch: int | None = None, threads: Sequence[int]
+) -> list[Placement]:
+    """Every placement that fits, that this version can run, and that may pay: all splits with K and V beside the
+    weights; K and V elsewhere only with more layers than that, for with as many it can only be slower."""
+    found: list[Placement] = []
+    for n_threads in threads:
+
+        def at(k: int, kv: KVStrategy, n_threads: int = n_threads) -> Placement:
+            chosen = with_batch(replace(base, n_gpu_layers=k, kv=kv), spec, n_batch)
+            return with_threads(chosen, spec, n_threads)
+
+        def fits(placement: Placement) -> bool:
+            return budget.shortfall(ledger_of(spec, placement)) is None
+
+        splits = find_splits(spec).allowed
+        beside = [k for k in splits if fits(at(k, "device"))]
+        found += [at(k, "device") for k in beside]
+        for kv in OFFLOADED:
+            if kv in KV_AVAILABLE:
+                more = (_offloaded(spec, at(k, kv), budget) for k in splits if k > max(beside, default=0))
+                found += [placement for placement in more if placement is not None and fits(placement)]
+    return found
 
 
 def _longest(model: CostModel, placement: Placement, budget: Budget, tpot_s: float) -> int:

@@ -158,6 +158,16 @@ def _gpu() -> str | None:
     return "mps" if apple and torch.backends.mps.is_available() else None
 
 
+def default_device() -> str | None:
+    """The accelerator that is used where none was named; None where PyTorch can use none."""
+    return _gpu()
+
+
+def free_vram(device: str) -> int:
+    """Bytes free on a device now. Raises UnsupportedError where there is no such device."""
+    return _vram(device)[0]
+
+
 def _device(request: Request, layers: int | None) -> str | None:
     """The head's device; None where there is no GPU and none is needed."""
     if request.device is not None and not isinstance(request.device, str):
