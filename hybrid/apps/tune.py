@@ -262,7 +262,8 @@ class _Session:
         rows = tuple(self._row(estimate, i, best) for i in range(len(self.placements)))
         if self.interrupted:
             self.notes.append("Interrupted: what was measured is kept, and the next tune goes on from there.")
-        if best is not None and self.budget.vram_bytes is not None and not self.placements[best].n_gpu_layers:
+        others = any(row.measured and row.placement.n_gpu_layers for row in rows)
+        if best is not None and others and not self.placements[best].n_gpu_layers:
             self.notes.append("Nothing on the GPU is quicker here than llama.cpp alone.")
         return TuneReport(
             request=self.request,

@@ -118,6 +118,8 @@ def _print(report: TuneReport) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)  # a file has room
     request = report.request
     many = f", {request.n_sequences} sequences" if request.n_sequences > 1 else ""
     ttft = request.objective == "ttft"
@@ -129,9 +131,9 @@ def _print(report: TuneReport) -> None:
         console.print(note, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
     unit = "s" if ttft else "tok/s"
-    for name in ("-ngl", "--kv", "-t", "VRAM", "RAM", f"predicted {unit}", f"measured {unit}", "runs"):
+    for name in ("-ngl", "--kv", "-t", "VRAM", "RAM", "predicted", f"measured {unit}", "runs"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for row in _shown(report):
         table.add_row(*_cells(row, report))
     console.print()
@@ -148,6 +150,9 @@ def _conclude(report: TuneReport, console: Any) -> None:
         f"placements that fit were not measured; one measurement is within {100 * report.noise:.0f} %.",
         markup=False,
     )
+    for message in dict.fromkeys(row.message for row in report.rows if row.message):
+        ks = ", ".join(str(row.placement.n_gpu_layers) for row in report.rows if row.message == message)
+        console.print(f"Failed at -ngl {ks}: {message}", markup=False)
     ties = [row for row in report.rows if row.verdict == "tie"]
     if report.best is not None and ties:
         others = ", ".join(f"-ngl {row.placement.n_gpu_layers}" for row in ties)
