@@ -57,7 +57,7 @@ def machine(seed: int) -> Simulated:
     for kv, most in strategies.items():
         extra = 0.0 if kv == "device" else tail_s * rng.uniform(0.0, 0.6) * rng.lognormal(0, 0.5)
         missed = rng.lognormal(0, 0.25)
-        for k in range(0 if kv == "device" else 1, most + 1):
+        for k in range(0 if kv == "device" else room + 1, most + 1):
             share = k / n
 
             def seconds(head: float, tail: float, hidden: bool, k: int = k, extra: float = extra) -> float:

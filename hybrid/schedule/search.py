@@ -2,8 +2,8 @@
 
 What is believed of a placement is how much longer it takes than predicted, as a logarithm e. Over placements e is a
 Gaussian process (Rasmussen and Williams 2006, chapters 2 and 5): predictions of each half are off by a factor, those of
-a strategy by another; beyond that e wanders with the number of layers, smoothly, and in jumps as at a cliff where
-memory spills. How much it jumps is the likeliest of a few values. Measurements add noise, which repeats tell.
+a strategy by another; beyond that e wanders with the number of layers, smoothly and more or less roughly, or it has a
+step, as where memory spills. Which of these is weighed by what was measured. Measurements add noise; repeats tell it.
 
 After a few first ones the next to be measured is whatever is likeliest to beat the leader by enough to matter, or the
 leader itself if less is known of it. It ends when none is likely to.
@@ -12,18 +12,21 @@ leader itself if less is known of it. It ends when none is likely to.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 STRATEGY, SMOOTH, OWN = 0.25, 0.2, 0.005
 """Standard deviations of e: between strategies, smoothly along the layers, and of each placement alone."""
-ROUGH, ROUGH_WEIGHTS = (0.1, 0.3, 0.8), (0.6, 0.3, 0.1)
-"""In jumps (an Ornstein-Uhlenbeck process): the values that are tried, and what is thought of them before."""
+ROUGH, ROUGH_WEIGHTS = (0.1, 0.3, 0.8), (0.4, 0.2, 0.1)
+"""Roughly (an Ornstein-Uhlenbeck process): the values that are tried, and their probabilities before."""
+CLIFF, CLIFF_WEIGHT, CLIFFS = 0.6, 0.3, 24
+"""A single step somewhere: its standard deviation, its probability before, and at how many places it is looked for."""
 COMMON = 0.5
-"""The share of the jumps' variance that every strategy has at the same layers."""
+"""The share of the roughness' variance that every strategy has at the same layers."""
 REACH = 0.5
 """The share of the layers over which e is much the same."""
 NOISE, NOISE_WEIGHT = 0.05, 6
@@ -31,7 +34,7 @@ NOISE, NOISE_WEIGHT = 0.05, 6
 LEAST_NOISE = 0.005
 MATTERS = 0.03
 """A placement that is this much quicker, relative, is worth finding."""
-DOUBT = 0.03
+DOUBT = 0.05
 """It ends when none is that much quicker with more than this probability."""
 FIRST = 4
 """Measurements spread over the layers before anything is concluded, where there are many options of a strategy."""
@@ -61,22 +64,41 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What is believed if e is of one kind; `weight` is the probability of that."""
+
+    weight: float
+    mean: npt.NDArray[np.float64]
+    """[n] logarithms of seconds."""
+    covariance: npt.NDArray[np.float64]
+    """[n, n]"""
+
+    def apart(self, a: int, b: int) -> tuple[float, float]:
+        """Mean and standard deviation of how much more a takes than b, as a logarithm."""
+        variance = self.covariance[a, a] + self.covariance[b, b] - 2 * self.covariance[a, b]
+        return float(self.mean[a] - self.mean[b]), math.sqrt(max(float(variance), 1e-18))
+
+
+@dataclass(frozen=True)
 class Belief:
     """What is believed of every option's seconds, as logarithms."""
 
-    mean: npt.NDArray[np.float64]
-    """[n]"""
-    covariance: npt.NDArray[np.float64]
-    """[n, n]"""
+    parts: tuple[Part, ...]
     counts: npt.NDArray[np.int64]
     """[n] measurements of each."""
     noise: float
     """Relative, of one measurement."""
 
-    @property
+    @cached_property
+    def mean(self) -> npt.NDArray[np.float64]:
+        """[n]"""
+        return np.asarray(sum(part.weight * part.mean for part in self.parts))
+
+    @cached_property
     def sd(self) -> npt.NDArray[np.float64]:
         """[n] standard deviations."""
-        return np.sqrt(np.maximum(np.diag(self.covariance), 0.0))
+        spread = (part.weight * (np.diag(part.covariance) + (part.mean - self.mean) ** 2) for part in self.parts)
+        return np.sqrt(np.maximum(sum(spread), 0.0))
 
     def leader(self, among: Collection[int] | None = None) -> int | None:
         """The quickest by its mean, of those that were measured; None before there is one."""
@@ -85,8 +107,9 @@ class Belief:
 
     def apart(self, a: int, b: int) -> tuple[float, float]:
         """Mean and standard deviation of how much more a takes than b, as a logarithm."""
-        variance = self.covariance[a, a] + self.covariance[b, b] - 2 * self.covariance[a, b]
-        return float(self.mean[a] - self.mean[b]), math.sqrt(max(float(variance), 1e-18))
+        found = [(part.weight, *part.apart(a, b)) for part in self.parts]
+        mean = sum(weight * m for weight, m, _ in found)
+        return mean, math.sqrt(sum(weight * (sd**2 + (m - mean) ** 2) for weight, m, sd in found))
 
 
 def believe(options: Sequence[Option], observations: Sequence[Observation], uncertainty: float) -> Belief:
@@ -100,21 +123,24 @@ def believe(options: Sequence[Option], observations: Sequence[Observation], unce
     for i, found in errors.items():
         counts[i] = len(found)
     noise = _noise(list(errors.values()))
-    if not errors:
-        return Belief(base, _kernel(options, uncertainty, ROUGH[0]), counts, noise)
     at = list(errors)
     means = np.array([np.mean(errors[i]) for i in at])
     own = np.diag([noise**2 / len(errors[i]) for i in at])
-    likeliest = -math.inf
-    for rough, weight in zip(ROUGH, ROUGH_WEIGHTS, strict=True):
-        prior = _kernel(options, uncertainty, rough)
+    parts, likely = [], []
+    for weight, prior in _priors(options, uncertainty):
+        if not at:
+            parts.append(Part(weight, base, prior))
+            likely.append(math.log(weight))
+            continue
         gram = prior[np.ix_(at, at)] + own
-        solved = np.linalg.solve(gram, means)
-        likely = math.log(weight) - 0.5 * float(means @ solved) - 0.5 * float(np.linalg.slogdet(gram)[1])
-        if likely > likeliest:
-            likeliest, chosen, chosen_gram, chosen_solved = likely, prior, gram, solved
-    gain = np.linalg.solve(chosen_gram, chosen[at]).T  # [n, measured]
-    return Belief(base + chosen[:, at] @ chosen_solved, chosen - gain @ chosen[at], counts, noise)
+        gain = np.linalg.solve(gram, prior[at]).T  # [n, measured]
+        fit = float(means @ np.linalg.solve(gram, means)) + float(np.linalg.slogdet(gram)[1])
+        parts.append(Part(weight, base + gain @ means, prior - gain @ prior[at]))
+        likely.append(math.log(weight) - fit / 2)
+    weights = np.exp(np.array(likely) - max(likely))
+    weights /= weights.sum()
+    parts = [replace(part, weight=float(weight)) for part, weight in zip(parts, weights, strict=True)]
+    return Belief(tuple(parts), counts, noise)
 
 
 def next_option(options: Sequence[Option], belief: Belief, open_options: Collection[int]) -> int | None:
@@ -125,11 +151,10 @@ def next_option(options: Sequence[Option], belief: Belief, open_options: Collect
     leader = belief.leader(open_options)
     if leader is None:
         return min(open_options, key=lambda i: belief.mean[i], default=None)
-    rivals = [i for i in open_options if i != leader]
-    gains = {i: chance(belief, i, leader) for i in rivals}
-    rival = max(rivals, key=lambda i: gains[i], default=None)
-    if rival is None or gains[rival] < DOUBT:
+    chances = {i: chance(belief, i, leader) for i in open_options if i != leader}
+    if max(chances.values(), default=0.0) < DOUBT:
         return None
+    rival = max((i for i in chances if chances[i] >= DOUBT), key=lambda i: gain(belief, i, leader))
     known = belief.counts[leader] > belief.counts[rival] or belief.sd[leader] <= belief.sd[rival]
     return rival if known else leader
 
@@ -147,12 +172,30 @@ def _spread(options: Sequence[Option], belief: Belief, open_options: Collection[
 
 def chance(belief: Belief, option: int, than: int, by: float = MATTERS) -> float:
     """The probability that an option is quicker than another by more than `by`, relative."""
-    mean, sd = belief.apart(option, than)
-    return 0.5 * math.erfc((mean - math.log1p(-by)) / (sd * math.sqrt(2)))
+    total = 0.0
+    for part in belief.parts:
+        mean, sd = part.apart(option, than)
+        total += part.weight * _below((math.log1p(-by) - mean) / sd)
+    return total
 
 
-def _kernel(options: Sequence[Option], uncertainty: float, rough: float) -> npt.NDArray[np.float64]:
-    """Covariance of e before anything was measured, [n, n]."""
+def gain(belief: Belief, option: int, than: int) -> float:
+    """How much quicker an option is expected to be than another, where it is at all (expected improvement)."""
+    total = 0.0
+    for part in belief.parts:
+        mean, sd = part.apart(option, than)
+        z = -mean / sd
+        total += part.weight * sd * (z * _below(z) + math.exp(-z * z / 2) / math.sqrt(2 * math.pi))
+    return total
+
+
+def _below(z: float) -> float:
+    """The standard normal distribution function."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+def _priors(options: Sequence[Option], uncertainty: float) -> Iterator[tuple[float, npt.NDArray[np.float64]]]:
+    """Probabilities and covariances of e before anything was measured, [n, n]: rough to some degree, or a cliff."""
     share = np.array([option.share for option in options])
     head = np.array([option.head_share for option in options])
     numbers = {strategy: i for i, strategy in enumerate(dict.fromkeys(option.strategy for option in options))}
@@ -160,10 +203,17 @@ def _kernel(options: Sequence[Option], uncertainty: float, rough: float) -> npt.
     alike = strategy[:, None] == strategy[None, :]
     heads, tails = head[:, None] * head[None, :], (1 - head)[:, None] * (1 - head)[None, :]
     apart = np.abs(share[:, None] - share[None, :]) / REACH
-    smooth, jumps = (1 + apart) * np.exp(-apart), np.exp(-apart)
-    same = STRATEGY**2 * heads + SMOOTH**2 * smooth + (1 - COMMON) * rough**2 * jumps
-    everywhere = uncertainty**2 * (heads + tails) + COMMON * rough**2 * jumps
-    return np.asarray(everywhere + alike * same + OWN**2 * np.eye(len(options)))
+    smooth = uncertainty**2 * (heads + tails) + OWN**2 * np.eye(len(options))
+    smooth += alike * (STRATEGY**2 * heads + SMOOTH**2 * (1 + apart) * np.exp(-apart))
+    rough = (COMMON + (1 - COMMON) * alike) * np.exp(-apart)
+    for sd, weight in zip(ROUGH, ROUGH_WEIGHTS, strict=True):
+        yield weight, smooth + sd**2 * rough
+    shares = np.unique(share)
+    edges = (shares[:-1] + shares[1:]) / 2
+    edges = edges[np.unique(np.linspace(0, len(edges) - 1, min(CLIFFS, len(edges))).round().astype(int))]
+    for edge in edges:
+        beyond = share > edge
+        yield CLIFF_WEIGHT / len(edges), smooth + ROUGH[0] ** 2 * rough + CLIFF**2 * np.outer(beyond, beyond)
 
 
 def _noise(repeats: Sequence[Sequence[float]]) -> float:

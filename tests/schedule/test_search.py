@@ -16,7 +16,7 @@ LINE = [Option("device", k / 8, 0.5 * k / 8, 0.1 + 0.01 * k) for k in range(9)]
 
 
 def test_on_simulated_machines_the_choice_is_near_the_best_for_a_part_of_the_time() -> None:
-    machines = [machine(seed) for seed in range(40)]
+    machines = [machine(seed) for seed in range(24)]
     outcomes = [search(simulated, seed) for seed, simulated in enumerate(machines)]
     assert quantile([o.regret for o in outcomes], 0.9) <= 0.03
     assert sum(o.cost for o in outcomes) / len(outcomes) <= 0.4
