@@ -7,30 +7,24 @@ per-thread buffers); nor is memory that was there before.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from hybrid.errors import OutOfMemoryError
 
-_local = threading.local()
-
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """Within, new tensors lie in the host's memory, also where the device is emulated there: they do not count."""
-    before = getattr(_local, "on_host", False)
-    _local.on_host = True
-    try:
+    """Within, new tensors lie in the host's memory, also where the device is emulated there: they do not count (nor
+    does anybody watch the operators, which would cost a load more than its work)."""
+    with _disable_current_modes():
         yield
-    finally:
-        _local.on_host = before
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -53,8 +47,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if out is not NotImplemented:
             return out
         out = func(*args, **(kwargs or {}))
-        if getattr(_local, "on_host", False):
-            return out
         known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:

@@ -23,6 +23,7 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.report import plot
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
+from hybrid.schedule.budget import needed_vram
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from tests.tiny import write_tiny
@@ -115,12 +116,12 @@ def test_every_condition_differs_only_in_its_placement(model: Path, faked: Calla
 def test_nothing_is_run_that_the_ledger_says_cannot_fit(model: Path, faked: Callable[..., Fake]) -> None:
     with ModelFile(model) as file:
         spec = read_spec(file)
-    limit = ledger_of(spec, run_placement(model, 6)).vram_bytes
+    limit = needed_vram(ledger_of(spec, run_placement(model, 6)))
     fake = faked(lambda p: 0.1 / (1 + p.n_gpu_layers))
     report = run(model, vram_bytes=limit)
     assert max(row.placement.n_gpu_layers for row in report.rows if row.placement.kv == "device") == 6
     for condition in fake.ran:
-        assert ledger_of(spec, condition.placement).vram_bytes <= limit
+        assert needed_vram(ledger_of(spec, condition.placement)) <= limit
 
 
 def run_placement(model: Path, k: int) -> Placement:
