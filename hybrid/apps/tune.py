@@ -138,10 +138,10 @@ class _Session:
         return found
 
     def _counts(self, record: Record) -> bool:
-        """Whether an earlier record is worth something here: a speed at a depth that is not far off, or a failure
-        under the same budget."""
+        """Whether an earlier record is worth something here: a speed at a depth that is not far off, or that a budget
+        which is the same was too small. What failed otherwise may succeed today."""
         if record.failure:
-            return record.source == "tune" and record.vram_budget == self.request.vram_bytes
+            return record.failure == "out of memory" and record.vram_budget == self.request.vram_bytes is not None
         depth = record.n_prompt if self.request.objective == "ttft" else record.depth
         wanted = {same_speed(p, self.request.objective) for p in self.placements}
         near = abs(depth - self.depth) <= max(32, self.depth // 8)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid.errors import BadRequestError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hybrid.report.tuning import TuneReport
+    from hybrid.report.tuning import Row, TuneReport
 
 FORMATS = (".png", ".svg", ".pdf")
 MIB = 1 << 20
@@ -48,9 +49,8 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
     def value(seconds: float) -> float:
         return seconds if ttft else n / seconds
 
-    for number, key in enumerate(dict.fromkeys(_line(row.placement) for row in report.rows)):
-        rows = sorted((r for r in report.rows if _line(r.placement) == key), key=lambda r: r.placement.n_gpu_layers)
-        colour, ks = f"C{number}", [row.placement.n_gpu_layers for row in rows]
+    for colour, key, rows in _curves(report):
+        ks = [row.placement.n_gpu_layers for row in rows]
         predicted = [value(row.predicted_s) for row in rows]
         axes.plot(ks, predicted, ":", color=colour, linewidth=1.2, label=f"{key}: predicted")
         timed = [(row.placement.n_gpu_layers, row.measured) for row in rows if row.measured is not None]
@@ -65,7 +65,7 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
                 axes.plot([row.placement.n_gpu_layers], [0], "x", color=colour)
     if report.best is not None and (best := report.rows[report.best]).measured is not None:
         point = best.placement.n_gpu_layers, value(best.measured.median)
-        axes.plot(*point, "*", markersize=16, color="gold", markeredgecolor="black", label="best", zorder=5)
+        axes.plot(*point, "*", markersize=12, color="gold", markeredgecolor="black", label="best", zorder=5)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("seconds to the first token" if ttft else "tokens per second")
     what = f"a prompt of {report.depth} tokens" if ttft else f"at {report.depth} tokens of context"
@@ -75,9 +75,8 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
 
 
 def _draw_memory(axes: Any, report: TuneReport) -> None:
-    for number, key in enumerate(dict.fromkeys(_line(row.placement) for row in report.rows)):
-        rows = sorted((r for r in report.rows if _line(r.placement) == key), key=lambda r: r.placement.n_gpu_layers)
-        ks, colour = [row.placement.n_gpu_layers for row in rows], f"C{number}"
+    for colour, key, rows in _curves(report):
+        ks = [row.placement.n_gpu_layers for row in rows]
         axes.plot(ks, [row.vram_bytes / MIB for row in rows], "-", color=colour, label=f"{key}: VRAM, by the ledger")
         axes.plot(ks, [row.ram_bytes / MIB for row in rows], "--", color=colour, alpha=0.6, label=f"{key}: RAM")
         seen = [row for row in rows if row.device_bytes is not None]
@@ -93,9 +92,18 @@ def _draw_memory(axes: Any, report: TuneReport) -> None:
     axes.legend(fontsize="small")
 
 
-def _line(p: Any) -> str:
-    """What a curve is called: the KV strategy, and the threads where they were tried."""
-    return f"{p.kv if p.n_gpu_layers else 'device'}, {p.n_threads_tail} threads"
+def _curves(report: TuneReport) -> Iterator[tuple[str, str, list[Row]]]:
+    """A colour, a name and the rows by their layers, for each KV strategy and number of threads that was tried."""
+    several = len({row.placement.n_threads_tail for row in report.rows}) > 1
+
+    def name(row: Row) -> str:
+        p = row.placement
+        kv = f"--kv {p.kv}" if p.n_gpu_layers else "--kv device"
+        return f"{kv} -t {p.n_threads_tail}" if several else kv
+
+    for number, key in enumerate(dict.fromkeys(name(row) for row in report.rows)):
+        rows = [row for row in report.rows if name(row) == key]
+        yield f"C{number}", key, sorted(rows, key=lambda row: row.placement.n_gpu_layers)
 
 
 def _pyplot() -> Any:

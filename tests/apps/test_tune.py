@@ -149,6 +149,22 @@ def test_more_layers_than_ran_out_of_memory_are_not_tried(model: Path, faked: Ca
     assert after == []
 
 
+def test_what_crashed_earlier_is_tried_again(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner, fails=lambda p: "crashed")
+    assert run(model).best is None
+    faked(inner)
+    assert best(run(model)) == 5
+
+
+def test_what_was_out_of_memory_under_the_same_budget_is_not(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner, fails=lambda p: "out of memory" if p.n_gpu_layers >= 3 else None)
+    run(model, vram_bytes=100 * MIB)
+    fake = faked(inner)
+    assert best(run(model, vram_bytes=100 * MIB)) == 2
+    assert all(c.placement.n_gpu_layers < 5 for c in fake.ran)
+    assert best(run(model, vram_bytes=200 * MIB)) == 5
+
+
 def test_what_the_spread_does_not_separate_is_a_tie(model: Path, faked: Callable[..., Fake]) -> None:
     faked(lambda p: 0.01 if p.n_gpu_layers in (3, 4) else 0.02)
     report = run(model, exhaustive=True)
