@@ -156,7 +156,7 @@ class _Session:
             return self.model
         split = [p for p in self.placements if p.kv == "device" and 0 < p.n_gpu_layers < self.spec.n_layers]
         middle = split[len(split) // 2] if split else self.placements[0]
-        self._say("calibrating the cost model")
+        self._say("Calibrating the cost model")
         measured = run_calibration(
             str(self.file.path),
             replace(middle, n_sequences=1),
@@ -189,7 +189,7 @@ class _Session:
 
     def _measure(self, option: int) -> None:
         p = self.placements[option]
-        self._say(f"-ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""))
+        self._say(f"Measuring -ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""))
         trial = run_trial(self.condition(p), timeout_s=SLOWEST * self._cost(option))
         record = record_of(trial)
         self.trials.append(trial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,10 +73,9 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
         from hybrid.report.plot import check_plot
 
         check_plot(plot)
-    with _progress() as on_progress:
-        report = tune(
-            resolve_model(model), TuneRequest(**options), name=model or DEFAULT_MODEL, on_progress=on_progress
-        )
+    request, name = TuneRequest(**options), model or DEFAULT_MODEL
+    with _progress(request.budget_s) as on_progress:
+        report = tune(resolve_model(model), request, name=name, on_progress=on_progress)
     if plot is not None:
         from hybrid.report.plot import plot_tuning
 
@@ -89,23 +89,31 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
 
 
 @contextmanager
-def _progress() -> Iterator[OnProgress]:
-    """A bar of the time budget on stderr, with what is measured and the time left; nothing where it is no terminal."""
+def _progress(budget_s: float) -> Iterator[OnProgress]:
+    """A bar of the time budget on stderr, with what is done and the time left; nothing where it is no terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+    from rich.text import Text
 
-    console = Console(stderr=True, highlight=False)
+    console, ends = Console(stderr=True, highlight=False), time.monotonic() + budget_s
     if not console.is_terminal:
         yield lambda what, spent, left: None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("at most {task.fields[left]} s left")
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0, left="")
+
+    class Left(ProgressColumn):
+        """Seconds until the budget is spent, as they pass."""
+
+        max_refresh = 0.5
+
+        def render(self, task: Task) -> Text:
+            left = ends - time.monotonic()
+            return Text(f"at most {left:.0f} s left" if left > 0 else "finishing")
+
+    with Progress(TextColumn("{task.description}"), BarColumn(), Left(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
 
         def show(what: str, spent: float, left: float) -> None:
-            bar.update(
-                task, description=f"Measuring {what}", completed=spent / max(spent + left, 1e-9), left=f"{left:.0f}"
-            )
+            bar.update(task, description=what, completed=spent / max(spent + left, 1e-9))
 
         yield show
 

@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pexpect
+import psutil
 import pytest
 
 from hybrid.apps import tune as app
@@ -342,3 +344,19 @@ def test_the_command_measures_for_real(model: Path, tmp_path: Path) -> None:
     assert f"and {len(facts['trials'])} earlier" in table.stdout
     bad = hybrid("tune", str(model), "--threads", "lots")
     assert (bad.returncode, len(bad.stderr.strip().splitlines())) == (2, 1)
+
+
+def test_ctrl_c_ends_the_command_with_what_it_has_and_no_process_stays(model: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm", "COLUMNS": "120"}
+    words = ["-m", "hybrid.cli", "tune", str(model), "--device", "cpu", "-c", "128", "--exhaustive"]
+    with pexpect.spawn(sys.executable, words, env=env, timeout=120, encoding="utf-8") as terminal:
+        terminal.expect("Measuring -ngl 1")  # the first is done
+        family = psutil.Process(terminal.pid).children(recursive=True)
+        terminal.sendintr()
+        terminal.expect("Interrupted: what was measured is kept")
+        terminal.expect("best")
+        terminal.expect("Use")
+        terminal.expect(pexpect.EOF)
+        terminal.wait()
+    assert terminal.exitstatus == 130
+    assert psutil.wait_procs(family, timeout=30)[1] == []
