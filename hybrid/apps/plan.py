@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_prior import assumed_rates
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.placement import KVDtype, Placement
+from hybrid.schedule.rates import Coefficients
 
 SMALLER_BITS = 4.5
 """Bits a weight of a common small quantisation (Q4_K_S)."""
@@ -73,14 +74,18 @@ class PlanReport:
         }
 
 
-def make_plan(spec: ModelSpec, machine: Machine, request: PlanRequest) -> PlanReport:
-    """Judge every candidate. Raises BadRequestError for a senseless request."""
+def make_plan(
+    spec: ModelSpec, machine: Machine, request: PlanRequest, fitted: Mapping[str, Coefficients] | None = None
+) -> PlanReport:
+    """Judge every candidate; with `fitted` rates (by the kind of the head's device) where there are some, or what the
+    machine's figures suggest. Raises BadRequestError for a senseless request."""
     if request.n_ctx < 1 or request.n_sequences < 1:
         raise BadRequestError("A plan needs a context and a number of sequences of 1 or more.")
     device = request.device or (machine.gpu.device if machine.gpu else "cpu")
     base = _base(device, request)
     budget = _budget(machine, device, request)
-    model = CostModel(spec, machine, assumed_rates(machine, device))
+    rates = (fitted or {}).get(device.partition(":")[0]) or assumed_rates(machine, device)
+    model = CostModel(spec, machine, rates)
     found = candidates(model, base, budget, n_batch=request.n_batch, tpot_s=request.tpot_s)
     winner = best(found)
     return PlanReport(
@@ -122,7 +127,10 @@ def _budget(machine: Machine, device: str, request: PlanRequest) -> Budget:
 
 
 def _notes(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> Iterator[str]:
-    yield from model.machine.notes
+    if model.rates.measured:
+        yield "Speeds rest on measurements of this model here (hybrid tune)."
+    else:
+        yield from model.machine.notes
     if base.device == "cpu" and model.machine.gpu is not None:
         yield "The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed."
     if request.n_ctx > model.spec.n_ctx_train > 0:

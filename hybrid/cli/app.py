@@ -24,6 +24,7 @@ COMMANDS = {
     "inspect": "Show what a model is made of and where it can be split.",
     "models": "List and download small models.",
     "plan": "Show what fits and what it would cost.",
+    "tune": "Measure which split is quickest here.",
     "machine": "Show this computer's memories and how fast they are.",
 }
 """Each is `command` in the module of its name; imported when called, so that `--help` costs nothing."""

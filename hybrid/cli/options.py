@@ -14,7 +14,7 @@ from hybrid.schedule.placement import ENGINES, KV_DTYPES, KV_STRATEGIES
 F = TypeVar("F", bound=Callable[..., Any])
 
 PLACEMENT = ("n_gpu_layers", "device", "n_ctx", "n_batch", "n_ubatch", "n_threads", "kv", "kv_dtype", "kv_budget",
-             "kv_keep_sliding", "engine", "offload_kqv")  # fmt: skip
+             "kv_keep_sliding", "engine", "offload_kqv", "vram_reserve")  # fmt: skip
 """Options that go to the constructor of Hybrid."""
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty", "seed")
 """Options that go to `generate` and `chat`."""
@@ -99,6 +99,14 @@ placement_options = _all(
         default=True,
         show_default=True,
         help="Whether layers with a sliding window keep their KV cache on the GPU under every strategy.",
+    ),
+    click.option(
+        "--vram-reserve",
+        type=Bytes(),
+        default="512MiB",
+        show_default=True,
+        metavar="BYTES",
+        help="Of the free VRAM, what `-ngl auto` leaves to the desktop.",
     ),
     click.option(
         "--engine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from hybrid.model.spec import ModelSpec
     from hybrid.schedule.candidates import Candidate
     from hybrid.schedule.machine import Machine
+    from hybrid.schedule.rates import Coefficients
 
 ROWS = 12
 """About as many placements as a person wants to compare; --json has them all."""
@@ -60,7 +62,7 @@ def command(model: str | None, shape: str | None, machine: str | None, as_json: 
 def _report(model: str | None, shape: str | None, machine: str | None, options: Any) -> tuple[PlanReport, str]:
     from hybrid.apps.plan import PlanRequest, make_plan
 
-    spec, title = _model(model, shape)
+    spec, title, fitted = _model(model, shape, remembered=machine is None)
     request = PlanRequest(
         n_ctx=options["n_ctx"],
         n_sequences=options["n_sequences"],
@@ -71,22 +73,26 @@ def _report(model: str | None, shape: str | None, machine: str | None, options: 
         vram_reserve=options["vram_reserve"],
         tpot_s=options["tpot"],
     )
-    return make_plan(spec, _machine(machine), request), title
+    return make_plan(spec, _machine(machine), request, fitted), title
 
 
-def _model(model: str | None, shape: str | None) -> tuple[ModelSpec, str]:
+def _model(model: str | None, shape: str | None, remembered: bool) -> tuple[ModelSpec, str, Mapping[str, Coefficients]]:
+    """The model, what to call it, and the rates that were fitted to it on this machine."""
     if shape is not None:
         from hybrid.schedule.shape import parse_shape, shape_spec
 
         if model is not None:
             raise BadRequestError("Give a model or a --shape, not both.")
-        return shape_spec(parse_shape(shape)), f"shape {shape}"
+        return shape_spec(parse_shape(shape)), f"shape {shape}", {}
     from hybrid.model.architectures import read_spec
     from hybrid.model.catalog import resolve_model
     from hybrid.model.file import ModelFile
+    from hybrid.schedule.identity import identify
+    from hybrid.schedule.profile import ProfileStore
 
     with ModelFile(resolve_model(model)) as file:
-        return read_spec(file), str(file.path)
+        rates = ProfileStore(identify(file)).load().rates if remembered else {}
+        return read_spec(file), str(file.path), rates
 
 
 def _machine(name: str | None) -> Machine:

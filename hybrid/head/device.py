@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.errors import OutOfMemoryError, UnsupportedError
+from hybrid.head.memory import LiveBytes
+from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES
 
 INSTEAD = "use --device cpu to run the head on the CPU, or -ngl 0 to leave everything to llama.cpp"
 
@@ -54,6 +56,17 @@ def open_device(name: str) -> torch.device:
     if device.type == "meta":
         raise UnsupportedError(f"The device {name!r} holds no data; {INSTEAD}.")
     return device
+
+
+def limit_memory(device: torch.device, n_bytes: int) -> LiveBytes | None:
+    """Let this process have n_bytes of the device's memory and no more, its CUDA context included. An emulated device
+    gets something that counts, and fails, in an allocator's place."""
+    if device.type == "cpu":
+        return LiveBytes(budget=n_bytes)
+    if device.type == "cuda":
+        share = max(0, n_bytes - CUDA_CONTEXT_BYTES) / torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), device)
+    return None
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.head.decoder import Block, run
-from hybrid.head.device import Compute, allocating, open_device
+from hybrid.head.device import Compute, allocating, limit_memory, open_device
 from hybrid.head.embedding import TokenEmbedding
 from hybrid.head.kv.base import KVCache
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear
 from hybrid.head.loading import Loader
+from hybrid.head.memory import LiveBytes
 from hybrid.head.norm import Norm, make_norm
 from hybrid.head.rope import Rope
 from hybrid.model.file import ModelFile
@@ -49,13 +50,15 @@ class Head:
         placement: Placement,
         *,
         compute: Compute | None = None,
+        vram_budget: int | None = None,
         progress: Callable[[float], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
         """Load what `placement` asks for, straight from the mmap of `file` (which must stay open).
 
         `progress` gets the share loaded, 0..1; once `cancelled` returns True, Cancelled is raised. `compute` overrides
-        how the device computes. Raises UnsupportedError (a device or a model this half cannot serve),
+        how the device computes; with `vram_budget` more bytes of it are not to be had, be it emulated or a GPU (where
+        that holds for the whole process). Raises UnsupportedError (a device or a model this half cannot serve),
         OutOfMemoryError, BadRequestError (k out of range).
         """
         k = placement.n_gpu_layers
@@ -68,10 +71,16 @@ class Head:
         self.n_layers = k
         self._closed = False
         device, layers = self.compute.device, spec.layers[:k]
+        self.memory: LiveBytes | None = None
+        """What counts the bytes of an emulated device that has a budget."""
+        self.counting = True
+        """Whether it counts now: watching every operator takes time, which a speed must not contain."""
+        if vram_budget is not None:
+            self.memory = limit_memory(device, vram_budget)
         wanted = [info for layer in layers for info in layer.weights.values()]
         if k == spec.n_layers:
             wanted += [spec.output_tensor, *(info for name, info in spec.weights.items() if name in OUTPUT)]
-        with torch.inference_mode():
+        with torch.inference_mode(), self._counted():
             self.cache = open_cache(layers, placement, device)  # first: if it does not fit, know before loading
             loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
             self._work = loader.work
@@ -145,8 +154,14 @@ class Head:
         if self.compute.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _computing(self, n_tokens: int) -> AbstractContextManager[None]:
-        return allocating(f"Computing {n_tokens} tokens at once", None, self.compute.device)
+    def _computing(self, n_tokens: int) -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(allocating(f"Computing {n_tokens} tokens at once", None, self.compute.device))
+        stack.enter_context(self._counted())
+        return stack
+
+    def _counted(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.memory is None or not self.counting else self.memory
 
 
 def _rope(file: ModelFile, spec: RopeSpec, n_ctx: int) -> Rope:

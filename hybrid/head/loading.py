@@ -11,6 +11,7 @@ from hybrid.errors import Cancelled, UnsupportedError
 from hybrid.head.dequant import SUPPORTED, dequantize, dequantize_on_host
 from hybrid.head.device import Compute, allocating
 from hybrid.head.linear import ExpertLinear, QuantLinear, Workspace
+from hybrid.head.memory import host_memory
 from hybrid.model.file import ModelFile, TensorInfo
 from hybrid.model.ggml_types import GGML_TYPES, type_name
 
@@ -112,7 +113,8 @@ class Loader:
 
     def _on_host(self, raw: Tensor, kind: int) -> Tensor:
         """Float32 values [rows, n] of a tile, computed on the CPU."""
-        return dequantize(raw, kind) if kind in SUPPORTED else dequantize_on_host(raw, kind)
+        with host_memory():
+            return dequantize(raw, kind) if kind in SUPPORTED else dequantize_on_host(raw, kind)
 
     def _tiles(self, info: TensorInfo, rows: int) -> Iterator[tuple[int, Tensor]]:
         """(first row, [rows, row_bytes] uint8 in staging memory), each valid until the next but one."""
@@ -192,7 +194,8 @@ class _Staging:
             event.synchronize()
             self._events[self._turn] = None
         if self._buffers[self._turn].numel() < n_bytes:
-            self._buffers[self._turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+            with host_memory():
+                self._buffers[self._turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
         return self._buffers[self._turn][:n_bytes]
 
     def send(self, raw: Tensor, target: Tensor) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Un
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.errors import BadRequestError
+from hybrid.errors import BadRequestError, OutOfMemoryError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
+from hybrid.model.spec import ModelSpec
+from hybrid.model.splits import find_splits
 from hybrid.runtime.arguments import stop_strings, token_ids
 from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.completion import Completion, Stream
@@ -27,12 +30,16 @@ from hybrid.runtime.generate import generate
 from hybrid.runtime.grammar import grammar_text, schema_grammar
 from hybrid.runtime.llama_api import LlamaAPI
 from hybrid.runtime.llama_arguments import read_llama_arguments
+from hybrid.runtime.remember import record_of
 from hybrid.runtime.reply import Options
 from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, chosen_template, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
+from hybrid.schedule.budget import VRAM_RESERVE
+from hybrid.schedule.identity import identify
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import Request, plan
+from hybrid.schedule.profile import Profile, ProfileStore
+from hybrid.schedule.scheduler import Plan, Request, plan
 
 if TYPE_CHECKING:
     from hybrid.tail.vocab import Vocabulary
@@ -94,6 +101,7 @@ class Hybrid(LlamaAPI):
         kv_keep_sliding: bool = True,
         engine: str = "auto",
         chat_template: str | Path | None = None,
+        vram_reserve: int = VRAM_RESERVE,
         progress: Callable[[str, float], None] | None = None,
         model_path: str | Path | None = None,
         seed: int | None = None,
@@ -103,6 +111,7 @@ class Hybrid(LlamaAPI):
         """Open and load `model`, a path or a catalogue name (default: smollm2-135m).
 
         `n_gpu_layers` counts blocks from the first: 0..L, "all", or "auto" (0 without a GPU, else what fits).
+        "auto" leaves `vram_reserve` bytes of the free VRAM to the desktop, and goes by speeds measured before.
         `n_ctx` is tokens per sequence (default: a modest one, see `notes`; 0: as trained); `n_sequences`
         ("auto": as many as fit, up to `most_sequences`) can be at work at once, with up to `n_draft` guessed tokens in
         a step (see `generate_many`). `progress` is called with
@@ -133,28 +142,29 @@ class Hybrid(LlamaAPI):
         self._file = ModelFile(resolve_model(model if model is not None else model_path))
         try:
             spec = read_spec(self._file)
-            chosen = plan(
-                spec,
-                Request(
-                    n_gpu_layers=n_gpu_layers,
-                    device=device,
-                    n_ctx=n_ctx,
-                    n_batch=n_batch,
-                    n_ubatch=n_ubatch,
-                    n_threads=n_threads,
-                    n_sequences=n_sequences,
-                    most_sequences=most_sequences,
-                    n_draft=n_draft,
-                    kv=kv,
-                    kv_dtype=asked.kv_dtype or kv_dtype,
-                    kv_budget=kv_budget,
-                    kv_keep_sliding=kv_keep_sliding,
-                    engine=engine,
-                    offload_kqv=asked.offload_kqv,
-                ),
+            request = Request(
+                n_gpu_layers=n_gpu_layers,
+                device=device,
+                n_ctx=n_ctx,
+                n_batch=n_batch,
+                n_ubatch=n_ubatch,
+                n_threads=n_threads,
+                n_sequences=n_sequences,
+                most_sequences=most_sequences,
+                n_draft=n_draft,
+                kv=kv,
+                kv_dtype=asked.kv_dtype or kv_dtype,
+                kv_budget=kv_budget,
+                kv_keep_sliding=kv_keep_sliding,
+                engine=engine,
+                offload_kqv=asked.offload_kqv,
+                vram_reserve=vram_reserve,
             )
-            self._notes = list(chosen.notes)
-            self._engine = Engine(self._file, spec, chosen.placement, progress=progress)
+            self._store = ProfileStore(identify(self._file))
+            auto = isinstance(n_gpu_layers, str) and n_gpu_layers.strip().lower() == "auto"
+            profile = self._store.load() if auto else Profile()
+            self._notes = list(profile.notes)
+            self._engine = self._open(spec, plan(spec, request, profile), request, auto)
             if self._engine.head is not None:
                 self._notes += self._engine.head.notes
             self._template: ChatTemplate | None = None
@@ -166,6 +176,21 @@ class Hybrid(LlamaAPI):
         self._load_s = time.perf_counter() - start
         if verbose:
             print(*self._notes, sep="\n", file=sys.stderr)
+
+    def _open(self, spec: ModelSpec, chosen: Plan, request: Request, auto: bool) -> Engine:
+        """The engine of a plan. Where `auto` chose it and the memory is not there after all, with a layer fewer."""
+        assert self._file is not None
+        self._notes += chosen.notes
+        try:
+            return Engine(self._file, spec, chosen.placement, progress=self._progress)
+        except OutOfMemoryError as e:
+            k = chosen.placement.n_gpu_layers
+            fewer = [smaller for smaller in find_splits(spec).allowed if smaller < k]
+            if not auto or not fewer:
+                raise
+            self._notes.append(f"{k} layers did not fit after all, {fewer[-1]} are tried ({e})")
+        fixed = replace(request, n_gpu_layers=fewer[-1], device=chosen.placement.device, n_ctx=chosen.placement.n_ctx)
+        return self._open(spec, replace(plan(spec, fixed), notes=()), request, auto)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -485,6 +510,13 @@ class Hybrid(LlamaAPI):
             on_prefill=self._told_prefill(),
         )
         result.append(completion)
+        self._remember(completion)
+
+    def _remember(self, completion: Completion) -> None:
+        """Add the speed to the profile, so that `auto` rests on what was measured."""
+        record = record_of(completion)
+        if record is not None:
+            self._store.add(record)
 
 
 def options_of(

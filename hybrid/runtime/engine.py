@@ -81,9 +81,12 @@ class Engine:
         spec: ModelSpec,
         placement: Placement,
         *,
+        vram_budget: int | None = None,
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
+        """Load both halves. With `vram_budget` the head gets no more bytes of its device than that."""
         self.file, self.spec, self.placement = file, spec, placement
+        self._vram_budget = vram_budget
         self.head: Head | None = None
         self.tail: Tail | None = None
         self._vocabulary: Vocabulary | None = None
@@ -463,7 +466,14 @@ class Engine:
         from hybrid.head.head import Head
 
         torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
-        self.head = Head(self.file, self.spec, self.placement, progress=progress, cancelled=lambda: self._stopping)
+        self.head = Head(
+            self.file,
+            self.spec,
+            self.placement,
+            vram_budget=self._vram_budget,
+            progress=progress,
+            cancelled=lambda: self._stopping,
+        )
 
     def _load_tail(self, progress: Callable[[float], None]) -> None:
         from hybrid.tail.tail import Tail

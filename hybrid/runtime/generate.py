@@ -51,7 +51,8 @@ def generate(
                 if options.on_token is not None:
                     options.on_token(token, engine.last_logits())
             if piece:
-                yield piece
+                with reply.paused():
+                    yield piece
             if cancelled():
                 reply.interrupt()
             if reply.reason:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import psutil
@@ -50,6 +51,7 @@ class Reply:
         self._vocabulary = engine.vocabulary
         self._started = time.perf_counter()
         self._first_at: float | None = None
+        self._waited_s = 0.0
         self._text = TextStream(options.stop)
         self._pieces: list[str] = []
         n_ctx = engine.placement.n_ctx
@@ -97,6 +99,13 @@ class Reply:
             self.reason = "length"
         return piece
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While whoever reads the text does something else: no time of ours."""
+        start = time.perf_counter()
+        yield
+        self._waited_s += time.perf_counter() - start
+
     def end(self) -> None:
         """The text is complete."""
         self.reason = "stop"
@@ -117,7 +126,7 @@ class Reply:
     def completion(self, *, n_cached: int, prefill_s: float | None, load_s: float | None = None) -> Completion:
         """The whole, after `finish`. `prefill_s`: what the prompt's other tokens took; None if they were not read."""
         engine, first_at = self._engine, self._first_at
-        decode_s = self._ended - (first_at or self._ended)
+        decode_s = self._ended - (first_at or self._ended) - self._waited_s
         n = len(self.tokens)
         return Completion(
             "".join(self._pieces),

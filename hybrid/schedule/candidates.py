@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
-from hybrid.schedule.budget import Budget
+from hybrid.schedule.budget import Budget, needed_vram
 from hybrid.schedule.cost import CostModel, longest_context
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVStrategy, Placement
@@ -122,7 +122,9 @@ def best(found: list[Candidate]) -> Candidate | None:
 def smallest_vram(spec: ModelSpec, base: Placement, n_batch: int | None = None) -> int:
     """VRAM that one layer (the fewest that can be split off) needs; 0 for a model that cannot be split."""
     least = min((k for k in find_splits(spec).allowed if k > 0), default=0)
-    return ledger_of(spec, with_batch(replace(base, n_gpu_layers=least), spec, n_batch)).vram_bytes if least else 0
+    if not least:
+        return 0
+    return needed_vram(ledger_of(spec, with_batch(replace(base, n_gpu_layers=least), spec, n_batch)))
 
 
 def _placements(
@@ -147,10 +149,35 @@ def _offloaded(spec: ModelSpec, placement: Placement, budget: Budget) -> Placeme
         return placement
     if placement.kv == "tiered":
         placement = replace(placement, kv_budget=0)
-    left = budget.vram_bytes - ledger_of(spec, placement).vram_bytes
+    left = budget.vram_bytes - needed_vram(ledger_of(spec, placement))
     if left < 0:
         return None
-    return replace(placement, kv_budget=left) if placement.kv == "tiered" else placement
+    return replace(placement, kv_budget=left * 99 // 100) if placement.kv == "tiered" else placement
+
+
+def tunable(
+    spec: ModelSpec, base: Placement, budget: Budget, *, n_batch: int | None = None, threads: Sequence[int]
+) -> list[Placement]:
+    """Every placement that fits, that this version can run, and that may pay: all splits with K and V beside the
+    weights; K and V elsewhere only with more layers than that, for with as many it can only be slower."""
+    found: list[Placement] = []
+    for n_threads in threads:
+
+        def at(k: int, kv: KVStrategy, n_threads: int = n_threads) -> Placement:
+            chosen = with_batch(replace(base, n_gpu_layers=k, kv=kv), spec, n_batch)
+            return with_threads(chosen, spec, n_threads)
+
+        def fits(placement: Placement) -> bool:
+            return budget.shortfall(ledger_of(spec, placement)) is None
+
+        splits = find_splits(spec).allowed
+        beside = [k for k in splits if fits(at(k, "device"))]
+        found += [at(k, "device") for k in beside]
+        for kv in OFFLOADED:
+            if kv in KV_AVAILABLE:
+                more = (_offloaded(spec, at(k, kv), budget) for k in splits if k > max(beside, default=0))
+                found += [placement for placement in more if placement is not None and fits(placement)]
+    return found
 
 
 def _longest(model: CostModel, placement: Placement, budget: Budget, tpot_s: float) -> int:

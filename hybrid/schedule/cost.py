@@ -128,11 +128,12 @@ class CostModel:
         k, layers = p.n_gpu_layers, self._works(p)
         rates = self._head(p)
         head = streamed = 0.0
-        for work, count in Counter(layers[:k]).items():
+        in_head, in_tail = self._kinds(p)
+        for work, count in in_head.items():
             head += count * _chunk_layer_s(rates, work, n, depth)
             streamed += count * self._moved(p, work.layer, depth) / self.rates.bus_bytes_per_s
         rates = self.rates.tail.at(p.n_threads_tail_batch)
-        tail = sum(count * _chunk_layer_s(rates, work, n, depth) for work, count in Counter(layers[k:-1]).items())
+        tail = sum(count * _chunk_layer_s(rates, work, n, depth) for work, count in in_tail.items())
         if k < self.spec.n_layers:
             tail += _chunk_layer_s(rates, layers[-1], n, depth, ffn=False)
         return max(head, streamed), tail
@@ -165,6 +166,18 @@ class CostModel:
 
     def _works(self, p: Placement) -> tuple[LayerWork, ...]:
         return self._work_by_device[p.device == "cpu"]
+
+    def _kinds(self, p: Placement) -> tuple[Counter[LayerWork], Counter[LayerWork]]:
+        """How many layers of each kind are in the head, and in the tail but for its last one."""
+        key = p.n_gpu_layers, p.device == "cpu"
+        if key not in self._counted:
+            layers, k = self._works(p), p.n_gpu_layers
+            self._counted[key] = Counter(layers[:k]), Counter(layers[k:-1])
+        return self._counted[key]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[int, bool], tuple[Counter[LayerWork], Counter[LayerWork]]]:
+        return {}
 
     def _head(self, p: Placement) -> HalfRates:
         return self.rates.head.at(p.n_threads_head) if p.device == "cpu" else self.rates.head

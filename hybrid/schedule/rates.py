@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 THREAD_SCALING = 0.9
 """A pool of n threads does n ** 0.9 of one's work where memory does not limit it."""
@@ -70,3 +72,20 @@ class Coefficients:
     """Relative: true times are within this share of predicted ones, more often than not."""
     measured: bool
     """Fitted to measurements of this model on this machine, or assumed from the machine's figures."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Coefficients:
+        """The inverse of `asdict`. Raises TypeError, KeyError or ValueError for what is none."""
+        halves = {half: HalfRates(**values[half]) for half in ("head", "tail")}
+        for part in (values, *(values[half] for half in halves)):
+            if not all(_sound(key, value) for key, value in part.items() if key not in halves):
+                raise ValueError("rates that cannot be")
+        return cls(**{**values, **halves})
+
+
+def _sound(name: str, value: object) -> bool:
+    if value is None:
+        return name == "output_bytes_per_s"
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        return False
+    return value > 0 if name.endswith("_per_s") else value >= 0

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
 from hybrid.model.spec import ModelSpec
@@ -19,6 +20,10 @@ from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.own_offload import asked_layers, auto_layers, checked_engine
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
 from hybrid.schedule.sequences import with_sequences
+
+if TYPE_CHECKING:
+    from hybrid.schedule.estimate import Estimate
+    from hybrid.schedule.profile import Profile
 
 DEFAULT_N_CTX = 4096
 """The context without -c, where the model was trained for it and memory allows it."""
@@ -70,8 +75,8 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def plan(spec: ModelSpec, request: Request) -> Plan:
-    """Choose a placement.
+def plan(spec: ModelSpec, request: Request, profile: Profile | None = None) -> Plan:
+    """Choose a placement; `auto` goes by the speeds in `profile` where it has some.
 
     Raises BadRequestError for a senseless request, UnsupportedError where this machine or version cannot serve it
     (GPU layers without a GPU, a k the architecture forbids), OutOfMemoryError where it cannot fit.
@@ -105,7 +110,7 @@ def plan(spec: ModelSpec, request: Request) -> Plan:
         own, why = auto_layers(spec, base, request.vram_reserve)
         notes += [why] * bool(why)
     if layers is None:
-        layers = 0 if own else _auto_layers(spec, base, device, request, notes)
+        layers = 0 if own else _auto_layers(spec, base, device, request, cores, profile, notes)
     base = replace(base, llama_gpu_layers=own, offload_kqv=own > 0 and request.offload_kqv)
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
@@ -225,6 +230,16 @@ def _gpu() -> str | None:
     return "mps" if apple and torch.backends.mps.is_available() else None
 
 
+def default_device() -> str | None:
+    """The accelerator that is used where none was named; None where PyTorch can use none."""
+    return _gpu()
+
+
+def free_vram(device: str) -> int:
+    """Bytes free on a device now. Raises UnsupportedError where there is no such device."""
+    return _vram(device)[0]
+
+
 def _device(request: Request, layers: int | None) -> str | None:
     """The head's device; None where there is no GPU and none is needed."""
     if request.device is not None and not isinstance(request.device, str):
@@ -255,29 +270,78 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
     return n_ctx
 
 
-def _auto_layers(spec: ModelSpec, base: Placement, device: str | None, request: Request, notes: list[str]) -> int:
-    """As many layers as the Ledger says fit both memories, and one line why."""
+def _auto_layers(
+    spec: ModelSpec,
+    base: Placement,
+    device: str | None,
+    request: Request,
+    cores: int,
+    profile: Profile | None,
+    notes: list[str],
+) -> int:
+    """What was measured to be quickest, of what fits both memories now, or else as many layers as the Ledger says fit;
+    and one line why."""
     if device is None:
         notes.append("No GPU that PyTorch can use: all layers run on the CPU in llama.cpp.")
         return 0
-    if device == "cpu":
-        notes.append("An emulated GPU is never faster than llama.cpp: all layers run on the CPU (-ngl sets another k).")
-        return 0
-    free, total = _vram(device)
-    budget = Budget(vram_bytes=free - request.vram_reserve, ram_bytes=ram_budget())
     if base.kv == "tiered" and base.kv_budget is None:
         base = replace(base, kv_budget=0)  # layers first; what they leave is the cache's
+    free = total = None
+    if device != "cpu":
+        free, total = _vram(device)
+    budget = Budget(vram_bytes=None if free is None else free - request.vram_reserve, ram_bytes=ram_budget())
+    fitting = []
     for k in sorted(find_splits(spec).allowed, reverse=True):
-        placement = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
-        ledger = ledger_of(spec, placement)
-        if k == 0 or budget.shortfall(ledger) is None:
-            break
-    kept = f"{mib(request.vram_reserve)} kept for the desktop"
+        chunked = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
+        placement = with_threads(chunked, spec, cores)
+        if k == 0 or budget.shortfall(ledger_of(spec, placement)) is None:
+            fitting.append(placement)
+    analytic = fitting[-1] if device == "cpu" else fitting[0]
+    chosen, measured = analytic, ""
+    if profile is not None and profile.records:
+        chosen, measured = _by_measurement(spec, fitting, analytic, profile)
+    k = chosen.n_gpu_layers
+    if free is None or total is None:
+        why = measured or "an emulated GPU is never faster than llama.cpp (-ngl sets another k)"
+        notes.append(f"{k} of {spec.n_layers} layers on the emulated GPU: {why}.")
+        return k
+    used, kept = ledger_of(spec, chosen).vram_bytes, f"{mib(request.vram_reserve)} of it kept for the desktop"
+    why = f"; {measured}" if measured else ""
     notes.append(
-        f"{k} of {spec.n_layers} layers on {device}: {ledger.vram_bytes / 2**30:.1f} GiB of the "
-        f"{free / 2**30:.1f} GiB free ({total / 2**30:.1f} GiB in all, {kept})."
+        f"{k} of {spec.n_layers} layers on {device}: {used / 2**30:.1f} of {free / 2**30:.1f} GiB free ({kept}, "
+        f"{total / 2**30:.1f} GiB in all){why}."
     )
     return k
+
+
+def _by_measurement(
+    spec: ModelSpec, fitting: list[Placement], analytic: Placement, profile: Profile
+) -> tuple[Placement, str]:
+    """The quickest of those that were measured and the analytic choice, and when it was measured (if it was).
+
+    What was not measured has only a prediction, corrected by the others' measurements: it must beat them by more than
+    that may be off.
+    """
+    from hybrid.schedule.estimate import last_measured
+
+    estimate = estimate_of(spec, fitting, profile, depth=analytic.n_ctx // 2)
+    belief = estimate.belief
+    pool = [i for i, p in enumerate(fitting) if belief.counts[i] or p is analytic]
+    best = min(pool, key=lambda i: belief.mean[i] + belief.sd[i])
+    return fitting[best], last_measured(estimate.records_of(best))
+
+
+def estimate_of(spec: ModelSpec, placements: list[Placement], profile: Profile, depth: int) -> Estimate:
+    """What is believed of placements that differ in their layers, by the profile's records and this machine's rates."""
+    from hybrid.schedule.cost import CostModel
+    from hybrid.schedule.cost_prior import assumed_rates
+    from hybrid.schedule.estimate import Estimate
+    from hybrid.schedule.machine_store import this_machine, unmeasured_machine
+
+    machine = this_machine() or unmeasured_machine()
+    kind = placements[0].device.partition(":")[0]
+    rates = profile.rates.get(kind) or assumed_rates(machine, placements[0].device)
+    return Estimate(CostModel(spec, machine, rates), placements, profile.records, depth)
 
 
 def _vram(device: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from hybrid.head.device import Compute
 from hybrid.head.head import Head
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear, Workspace
+from hybrid.head.memory import LiveBytes
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.ggml_types import GGML_TYPES
@@ -26,7 +27,7 @@ from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KVDtype, KVStrategy, Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
 from hybrid.tail.dry_run import dry_run
-from scripts.live_bytes import LiveBytes, pretend_full
+from scripts.live_bytes import pretend_full
 from tests.schedule.sparse import write_sparse
 from tests.tiny import vocabulary, write_tiny
 

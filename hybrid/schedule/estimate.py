@@ -1,0 +1,106 @@
+"""What is believed of placements' speeds: the CostModel's predictions, corrected by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, datetime
+from functools import cached_property
+from statistics import median
+from typing import Literal
+
+from hybrid.schedule.cost import CostModel
+from hybrid.schedule.placement import Placement
+from hybrid.schedule.profile import Record
+from hybrid.schedule.search import Belief, Observation, Option, believe
+
+Objective = Literal["latency", "ttft", "throughput"]
+LEAST_UNCERTAINTY = 0.1
+"""Of predictions, whatever the fit says of itself."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Placements, and what is known of the seconds each takes: of a step of decode at `depth`, or (`ttft`) until the
+    first tokens of prompts of `depth` tokens."""
+
+    model: CostModel
+    placements: Sequence[Placement]
+    records: Sequence[Record]
+    depth: int
+    objective: Objective = "latency"
+
+    @cached_property
+    def options(self) -> list[Option]:
+        """The placements as the search sees them."""
+        return [self._option(p) for p in self.placements]
+
+    @cached_property
+    def observations(self) -> list[Observation]:
+        """Those records that are of one of the placements."""
+        found = []
+        for record in self.records:
+            index = self._index.get(same_speed(record.placement, self.objective))
+            seconds = measured_s(record, self.objective)
+            if index is None or seconds is None:
+                continue
+            depth = record.n_prompt if self.objective == "ttft" else record.depth
+            found.append(Observation(index, seconds, self.predicted_s(record.placement, depth)))
+        return found
+
+    @cached_property
+    def belief(self) -> Belief:
+        """What follows from them."""
+        return believe(self.options, self.observations, max(LEAST_UNCERTAINTY, self.model.rates.uncertainty))
+
+    def records_of(self, index: int) -> list[Record]:
+        """Those of one placement, failures included."""
+        wanted = same_speed(self.placements[index], self.objective)
+        return [r for r in self.records if same_speed(r.placement, self.objective) == wanted]
+
+    def predicted_s(self, p: Placement, depth: int) -> float:
+        """By the CostModel alone."""
+        if self.objective == "ttft":
+            return p.n_sequences * self.model.prefill_s(p, max(1, depth))
+        return self.model.tpot_s(p, depth)
+
+    @cached_property
+    def _index(self) -> dict[Placement, int]:
+        return {same_speed(p, self.objective): i for i, p in enumerate(self.placements)}
+
+    def _option(self, p: Placement) -> Option:
+        seconds = self.predicted_s(p, self.depth)
+        if self.objective == "ttft":
+            head, tail = self.model.chunk_s(p, p.n_batch, self.depth // 2)
+            share = head / max(head + tail, 1e-12)
+        else:
+            share = self.model.head_s(p, self.depth) / seconds
+        strategy = (p.kv if p.n_gpu_layers else "device", p.n_threads_tail)
+        return Option(strategy, p.n_gpu_layers / self.model.spec.n_layers, min(1.0, share), seconds)
+
+
+def measured_s(record: Record, objective: Objective) -> float | None:
+    """The seconds a record has for an objective; None where it has none."""
+    samples = record.prefill_s if objective == "ttft" else record.decode_s
+    return median(samples) if samples else None
+
+
+def same_speed(p: Placement, objective: Objective) -> Placement:
+    """The placement with everything alike that does not change how fast it is: two that agree are one measurement."""
+    p = replace(p, n_ctx=1, device=p.device.partition(":")[0])
+    if p.n_gpu_layers == 0:
+        p = replace(p, device="cpu", kv="device", kv_budget=None, n_threads_head=1, n_threads_attend=1)
+    if objective != "ttft":
+        p = replace(p, n_batch=1, n_ubatch=1, n_threads_tail_batch=1)
+    return p
+
+
+def last_measured(records: Iterable[Record], today: date | None = None) -> str:
+    """ "measured 18.2 tok/s yesterday", of the youngest record with a decode speed; empty where there is none."""
+    timed = [record for record in records if record.decode_s]
+    if not timed:
+        return ""
+    last = max(timed, key=lambda record: record.at)
+    days = ((today or date.today()) - datetime.fromisoformat(last.at).date()).days
+    when = {0: "today", 1: "yesterday"}.get(days, f"{days} days ago" if days > 1 else f"on {last.at[:10]}")
+    return f"measured {last.placement.n_sequences / median(last.decode_s):.1f} tok/s {when}"

@@ -1,0 +1,362 @@
+"""Tuning: what is measured, what is concluded, what is remembered. Speeds are made up, except in the last tests."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import psutil
+import pytest
+
+from hybrid.apps import tune as app
+from hybrid.apps.tune import TuneReport, TuneRequest, prompt_tokens, tune
+from hybrid.errors import BadRequestError, UnsupportedError
+from hybrid.model.architectures import read_spec
+from hybrid.model.file import ModelFile
+from hybrid.report import plot
+from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
+from hybrid.schedule.budget import needed_vram
+from hybrid.schedule.ledger import ledger_of
+from hybrid.schedule.placement import Placement
+from tests.tiny import write_tiny
+
+MIB = 1 << 20
+Speed = Callable[[Placement], float]
+
+
+class Fake:
+    """Stands in for the processes: seconds a token by a function of the placement; notes what was run."""
+
+    def __init__(self, seconds: Speed, fails: Callable[[Placement], str | None] = lambda p: None) -> None:
+        self.seconds, self.fails = seconds, fails
+        self.ran: list[Condition] = []
+        self.interrupt_after = 1000
+
+    def run_trial(self, condition: Condition, **_: Any) -> Trial:
+        if len(self.ran) >= self.interrupt_after:
+            raise KeyboardInterrupt
+        self.ran.append(condition)
+        kind: Any = self.fails(condition.placement)
+        if kind is not None:
+            return Trial(condition=condition, failure=Failure(kind=kind, message="It was bad."), wall_s=0.1)
+        jitter = 1 + 0.01 * math.sin(7 * len(self.ran))
+        seconds = self.seconds(condition.placement) * jitter
+        return Trial(
+            condition=condition,
+            load_s=0.1,
+            ttft_s=(100 * seconds,) * condition.prefills,
+            decode_s=(seconds, 1.01 * seconds, 0.99 * seconds) if condition.repeats else (),
+            memory=PeakMemory(device_bytes=MIB, host_bytes=2 * MIB),
+            wall_s=0.1,
+        )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "m.gguf", n_layers=12, n_embd=64, n_heads=1, n_kv_heads=1, n_ff=64, n_ctx=512)
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Fake]:
+    """`faked(seconds)` replaces the processes; profiles are in a folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(app, "run_calibration", lambda *args, **others: [])
+
+    def install(seconds: Speed, **others: Any) -> Fake:
+        fake = Fake(seconds, **others)
+        monkeypatch.setattr(app, "run_trial", fake.run_trial)
+        return fake
+
+    return install
+
+
+def inner(p: Placement) -> float:
+    """Quickest with 5 layers on the device."""
+    return 0.01 + 0.002 * abs(p.n_gpu_layers - 5)
+
+
+def run(model: Path, **request: Any) -> TuneReport:
+    return tune(model, TuneRequest(**{"n_ctx": 256, "device": "cpu", **request}))
+
+
+def best(report: TuneReport) -> int:
+    assert report.best is not None
+    return report.rows[report.best].placement.n_gpu_layers
+
+
+def test_the_quickest_is_found_without_measuring_everything(model: Path, faked: Callable[..., Fake]) -> None:
+    fake = faked(inner)
+    report = run(model)
+    assert best(report) == 5
+    ran = Counter(condition.placement.n_gpu_layers for condition in fake.ran)
+    assert len(ran) < 13
+    (row,) = [row for row in report.rows if row.verdict == "best"]
+    assert row.measured is not None
+    assert row.measured.median == pytest.approx(inner(row.placement), rel=0.05)
+    assert row.device_bytes == MIB
+
+
+def test_every_condition_differs_only_in_its_placement(model: Path, faked: Callable[..., Fake]) -> None:
+    fake = faked(inner)
+    run(model, vram_bytes=100 * MIB)
+    assert len({(c.model, c.prompt, c.vram_budget, c.prefills) for c in fake.ran}) == 1
+    assert fake.ran[0].vram_budget == 100 * MIB
+    assert fake.ran[0].depth == 128
+    assert all(c.n_needed <= c.placement.n_ctx for c in fake.ran)
+
+
+def test_nothing_is_run_that_the_ledger_says_cannot_fit(model: Path, faked: Callable[..., Fake]) -> None:
+    with ModelFile(model) as file:
+        spec = read_spec(file)
+    limit = needed_vram(ledger_of(spec, run_placement(model, 6)))
+    fake = faked(lambda p: 0.1 / (1 + p.n_gpu_layers))
+    report = run(model, vram_bytes=limit)
+    assert max(row.placement.n_gpu_layers for row in report.rows if row.placement.kv == "device") == 6
+    for condition in fake.ran:
+        assert needed_vram(ledger_of(spec, condition.placement)) <= limit
+
+
+def run_placement(model: Path, k: int) -> Placement:
+    """The placement that `run` has for k layers."""
+    return Placement(device="cpu", n_gpu_layers=k, n_ctx=256, n_batch=128, n_ubatch=128)
+
+
+def test_a_condition_that_dies_is_a_record_and_the_rest_goes_on(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner, fails=lambda p: "crashed" if p.n_gpu_layers in (0, 4) else None)
+    report = run(model, exhaustive=True)
+    assert best(report) == 5
+    for row in report.rows:
+        assert (row.measured is None) == (row.placement.n_gpu_layers in (0, 4))
+        if row.measured is None:
+            assert (row.verdict, row.message) == ("crashed", "It was bad.")
+
+
+def test_more_layers_than_ran_out_of_memory_are_not_tried(model: Path, faked: Callable[..., Fake]) -> None:
+    fake = faked(inner, fails=lambda p: "out of memory" if p.n_gpu_layers >= 3 else None)
+    report = run(model)
+    assert best(report) == 2
+    tried = [c.placement.n_gpu_layers for c in fake.ran]
+    assert len(tried) == len([k for k in tried if k < 3]) + len({k for k in tried if k >= 3})
+    after = [k for i, k in enumerate(tried) if any(k >= earlier >= 3 for earlier in tried[:i])]
+    assert after == []
+
+
+def test_what_crashed_earlier_is_tried_again(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner, fails=lambda p: "crashed")
+    assert run(model).best is None
+    faked(inner)
+    assert best(run(model)) == 5
+
+
+def test_what_was_out_of_memory_under_the_same_budget_is_not(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner, fails=lambda p: "out of memory" if p.n_gpu_layers >= 3 else None)
+    run(model, vram_bytes=100 * MIB)
+    fake = faked(inner)
+    assert best(run(model, vram_bytes=100 * MIB)) == 2
+    assert all(c.placement.n_gpu_layers < 5 for c in fake.ran)
+    assert best(run(model, vram_bytes=200 * MIB)) == 5
+
+
+def test_what_the_spread_does_not_separate_is_a_tie(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(lambda p: 0.01 if p.n_gpu_layers in (3, 4) else 0.02)
+    report = run(model, exhaustive=True)
+    verdicts = {row.placement.n_gpu_layers: row.verdict for row in report.rows}
+    assert {verdicts[3], verdicts[4]} == {"best", "tie"}
+    assert all("slower" in verdict for k, verdict in verdicts.items() if k not in (3, 4))
+
+
+def test_an_exhaustive_sweep_measures_everything_there_and_back(model: Path, faked: Callable[..., Fake]) -> None:
+    fake = faked(inner)
+    run(model, exhaustive=True)
+    ks = [c.placement.n_gpu_layers for c in fake.ran]
+    assert ks == [*range(13), *reversed(range(13))]
+
+
+def test_ctrl_c_keeps_what_was_measured_and_the_next_tune_goes_on_from_it(
+    model: Path, faked: Callable[..., Fake]
+) -> None:
+    fake = faked(inner)
+    fake.interrupt_after = 3
+    report = run(model)
+    assert report.interrupted
+    assert len(report.trials) == 3
+    assert best(report) in {c.placement.n_gpu_layers for c in fake.ran}
+    whole = faked(inner)
+    again = run(model)
+    assert again.reused == 3
+    assert best(again) == 5
+    alone = Counter(c.placement.n_gpu_layers for c in whole.ran)
+    assert len(whole.ran) > 0
+    assert run(model).reused == 3 + sum(alone.values())
+
+
+def test_when_all_is_known_nothing_more_is_run(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    first = run(model)
+    fake = faked(inner)
+    assert best(run(model)) == best(first)
+    assert fake.ran == []
+    fake = faked(lambda p: 0.1)
+    run(model, objective="ttft")  # another objective is another question
+    assert fake.ran
+    assert {(c.repeats, c.prefills) for c in fake.ran} == {(0, 2)}
+
+
+def test_the_time_budget_ends_it(model: Path, faked: Callable[..., Fake]) -> None:
+    fake = faked(inner)
+    report = run(model, budget_s=1e-9)
+    assert len(fake.ran) == 1  # something has to be measured
+    assert report.best is not None
+
+
+def test_thread_counts_are_tried_where_asked(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "usable_cores", lambda: 4)
+    faked(lambda p: inner(p) * (1 + abs(p.n_threads_tail - 3)))
+    report = run(model, threads="auto")
+    assert {row.placement.n_threads_tail for row in report.rows} == {2, 3, 4}
+    assert report.rows[report.best or 0].placement.n_threads_tail == 3
+    assert "-t 3" in report.command
+
+
+def test_the_command_is_the_winners(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    report = tune(model, TuneRequest(n_ctx=256, device="cpu", kv_dtype="f32"), name="my model.gguf")
+    words = shlex.split(report.command)
+    assert words[:3] == ["hybrid", "chat", "my model.gguf"]
+    for flag, value in (("-ngl", "5"), ("-c", "256"), ("--device", "cpu"), ("--kv-type", "f32")):
+        assert words[words.index(flag) + 1] == value
+
+
+def test_emulation_is_said_everywhere(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    report = run(model)
+    assert report.emulated
+    assert report.to_dict()["emulated"]
+    assert any("emulated" in note for note in report.notes)
+
+
+def test_a_budget_smaller_than_one_layer_says_what_the_smallest_is(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    report = run(model, vram_bytes=1000)
+    (line,) = [note for note in report.notes if "smallest budget" in note]
+    smallest = int(line.split("is ")[-1].split(" MiB")[0].replace(",", "")) * MIB
+    assert max(row.placement.n_gpu_layers for row in report.rows) == 0
+    assert max(row.placement.n_gpu_layers for row in run(model, vram_bytes=smallest).rows) >= 1
+
+
+def test_without_a_gpu_only_the_cpu_is_tried(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
+    monkeypatch.setattr(app, "default_device", lambda: None)
+    faked(inner)
+    report = run(model, device=None)
+    assert [row.placement.n_gpu_layers for row in report.rows] == [0]
+    assert any("No GPU" in note for note in report.notes)
+
+
+def test_a_context_longer_than_trained_is_warned_of(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    assert any("trained for" in note for note in run(model, n_ctx=1024, budget_s=1e-9).notes)
+
+
+@pytest.mark.parametrize("request_", [{"depth": 256}, {"depth": 0}, {"n_ctx": 8}, {"threads": 0}, {"threads": "many"}])
+def test_senseless_requests_are_refused(model: Path, faked: Callable[..., Fake], request_: dict[str, Any]) -> None:
+    faked(inner)
+    with pytest.raises(BadRequestError):
+        run(model, **request_)
+
+
+def test_prompts_are_ordinary_tokens() -> None:
+    for n_vocab in (50, 371, 49152, 262144):
+        tokens = prompt_tokens(300, n_vocab)
+        assert len(tokens) == 300
+        assert all(0 <= token < n_vocab for token in tokens)
+        assert len(set(tokens)) > 20
+    assert prompt_tokens(300, 371) == prompt_tokens(400, 371)[:300]
+
+
+# -- the picture -------------------------------------------------------------------------------------------------------
+
+
+def test_a_plot_is_drawn_whole_or_not_at_all(
+    model: Path, faked: Callable[..., Fake], tmp_path: Path, monkeypatch: Any
+) -> None:
+    faked(inner, fails=lambda p: "crashed" if p.n_gpu_layers == 9 else None)
+    report = run(model, vram_bytes=100 * MIB)
+    for objective in ("latency", "ttft"):
+        shown = replace(report, request=replace(report.request, objective=objective))  # type: ignore[arg-type]
+        plot.plot_tuning(shown, tmp_path / f"{objective}.png")
+        assert (tmp_path / f"{objective}.png").read_bytes().startswith(b"\x89PNG")
+    plot.plot_tuning(replace(report, best=None), tmp_path / "none.svg")
+    drawn = {path.name for path in tmp_path.iterdir() if path.suffix in (".png", ".svg")}
+    assert drawn == {"latency.png", "ttft.png", "none.svg"}
+    text = (tmp_path / "none.svg").read_text()
+    assert text.rstrip().endswith("</svg>")
+
+
+def test_a_plot_that_could_not_be_drawn_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BadRequestError, match="png"):
+        plot.check_plot(tmp_path / "picture.doc")
+    with pytest.raises(BadRequestError, match="no folder"):
+        plot.check_plot(tmp_path / "none" / "picture.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r"hybrid-gguf\[plot\]"):
+        plot.check_plot(tmp_path / "picture.png")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_measures_for_real(model: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "COLUMNS": "120"}
+
+    def hybrid(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "hybrid.cli", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, check=False)
+
+    common = ["tune", str(model), "--device", "cpu", "--vram-budget", "64MiB", "-c", "128", "--budget", "1s"]
+    done = hybrid(*common, "--json", "--plot", str(tmp_path / "tune.png"))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["emulated"]
+    assert facts["vram_budget_bytes"] == 64 * MIB
+    assert len(facts["trials"]) >= 1
+    assert all(trial["failure"] is None for trial in facts["trials"])
+    winner = facts["candidates"][facts["best"]]
+    assert winner["verdict"] == "best"
+    assert winner["measured_least_s"] <= winner["measured_s"] <= winner["measured_most_s"]
+    assert f"-ngl {winner['placement']['n_gpu_layers']}" in facts["command"]
+    assert (tmp_path / "tune.png").stat().st_size > 1000
+    table = hybrid(*common)
+    assert table.returncode == 0, table.stderr
+    assert "emulated" in table.stdout
+    assert "Use" in table.stdout
+    assert f"and {len(facts['trials'])} earlier" in table.stdout
+    bad = hybrid("tune", str(model), "--threads", "lots")
+    assert (bad.returncode, len(bad.stderr.strip().splitlines())) == (2, 1)
+
+
+def test_ctrl_c_ends_the_command_with_what_it_has_and_no_process_stays(model: Path, tmp_path: Path) -> None:
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm", "COLUMNS": "120"}
+    words = ["-m", "hybrid.cli", "tune", str(model), "--device", "cpu", "-c", "128", "--exhaustive"]
+    with pexpect.spawn(sys.executable, words, env=env, timeout=120, encoding="utf-8") as terminal:
+        terminal.expect("Measuring -ngl 1")  # the first is done
+        family = psutil.Process(terminal.pid).children(recursive=True)
+        terminal.sendintr()
+        terminal.expect("Interrupted: what was measured is kept")
+        terminal.expect("best")
+        terminal.expect("Use")
+        terminal.expect(pexpect.EOF)
+        terminal.wait()
+    assert terminal.exitstatus == 130
+    assert psutil.wait_procs(family, timeout=30)[1] == []
