@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid.head.device import allocating
+from hybrid.head.memory import host_memory
 
 PINNED_FAILED = "Host memory for the KV cache could not be pinned ({why}); copies to and from the GPU are slower."
 
@@ -114,7 +115,7 @@ class Bus:
         n_bytes = dtype.itemsize
         for n in shape:
             n_bytes *= n
-        with allocating("The KV cache", n_bytes, torch.device("cpu")):
+        with host_memory(), allocating("The KV cache", n_bytes, torch.device("cpu")):
             memory = torch.zeros(shape, dtype=dtype)
         if self._cuda and n_bytes:
             self._pin(memory)
