@@ -32,7 +32,7 @@ class Placement:
     kv: KVStrategy = "device"
     kv_dtype: KVDtype = "f16"
     kv_budget: int | None = None
-    """Device bytes the `tiered` strategy may use; None: what is free."""
+    """Device bytes that K and V may take under `tiered`, windowed layers that stay not counted; None: no limit."""
     kv_keep_sliding: bool = True
     swa_full: bool = False
     kv_unified: bool = False
