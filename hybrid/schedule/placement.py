@@ -43,6 +43,7 @@ class Placement:
     n_threads_tail_batch: int = 1
     """llama.cpp threads during prefill, when the head computes at the same time."""
     n_threads_attend: int = 1
+    """Threads of attention on the CPU while the tail waits; beside the tail it has the head's."""
 
     def to_dict(self) -> dict[str, Any]:
         """The whole placement as JSON-ready values; every record of a run carries it."""
