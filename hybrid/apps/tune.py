@@ -345,6 +345,7 @@ def command(name: str, p: Placement) -> str:
         words += ["--device", p.device]
     if p.n_gpu_layers and p.kv != "device":
         words += ["--kv", p.kv]
+        words += ["--kv-budget", str(p.kv_budget)] if p.kv_budget is not None else []
     if p.kv_dtype != "f16":
         words += ["--kv-type", p.kv_dtype]
     if p.n_threads_tail != usable_cores():
