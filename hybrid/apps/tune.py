@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -46,6 +48,8 @@ ROUNDS = 2
 """Of an exhaustive sweep, there and back, so that what drifts does not favour one end."""
 START_S = 3.0
 """A process's start and its loading, before one was seen."""
+BUSY = 0.75
+"""A load average of so many times the cores, before anything was measured, is worth a word."""
 SLOWEST = 20
 """A measurement that takes so many times longer than expected is ended."""
 
@@ -91,6 +95,7 @@ class _Session:
         self.placements = self._placements()
         self.records = [r for r in profile.records if self._counts(r)]
         reused = len(self.records)
+        self._say_if_busy()
         try:
             self.model = self._cost_model(profile.rates.get(self.device.partition(":")[0]))
             if request.exhaustive:
@@ -170,13 +175,29 @@ class _Session:
         self.store.add(rates={self.device.partition(":")[0]: rates})
         return CostModel(self.spec, machine, rates)
 
+    def _say_if_busy(self) -> None:
+        """Other programs' work shows in every figure."""
+        with suppress(OSError):
+            load = os.getloadavg()[0]
+            if load > BUSY * usable_cores():
+                self.notes.append(
+                    f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
+                    "what is measured now may not hold when they are done."
+                )
+
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
         while True:
             estimate = self._estimate()
             option = next_option(estimate.options, estimate.belief, self._open())
-            if option is None or (self.trials and self._spent() + self._cost(option) > self.request.budget_s):
+            if option is None:
+                return
+            if self.trials and self._spent() + self._cost(option) > self.request.budget_s:
+                self.notes.append(
+                    f"The time is up before it is certain which is quickest (another {self._cost(option):.0f} s would "
+                    "be needed for the next measurement): --budget gives more, and a second tune goes on from here."
+                )
                 return
             self._measure(option)
 

@@ -233,6 +233,15 @@ def test_the_time_budget_ends_it(model: Path, faked: Callable[..., Fake]) -> Non
     report = run(model, budget_s=1e-9)
     assert len(fake.ran) == 1  # something has to be measured
     assert report.best is not None
+    assert any("time is up" in note for note in report.notes)
+    assert not any("time is up" in note for note in run(model).notes)
+
+
+def test_a_busy_machine_is_said(model: Path, faked: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(inner)
+    for load, said in ((100.0, True), (0.0, False)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert any("busy" in note for note in run(model).notes) == said
 
 
 def test_thread_counts_are_tried_where_asked(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
