@@ -52,6 +52,8 @@ BUSY = 0.75
 """A load average of so many times the cores, before anything was measured, is worth a word."""
 SLOWEST = 20
 """A measurement that takes so many times longer than expected is ended."""
+PATIENCE = 5
+"""Before anything was measured it may take so many times the whole budget: one figure is more than none."""
 
 
 OnProgress = Callable[[str, float, float], None]
@@ -211,7 +213,10 @@ class _Session:
     def _measure(self, option: int) -> None:
         p = self.placements[option]
         self._say(f"Measuring -ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""))
-        trial = run_trial(self.condition(p), timeout_s=SLOWEST * self._cost(option))
+        patience = SLOWEST * self._cost(option)
+        if not any(trial.failure is None for trial in self.trials):  # expectations are untested, or the machine is busy
+            patience = max(patience, PATIENCE * self.request.budget_s)
+        trial = run_trial(self.condition(p), timeout_s=patience)
         record = record_of(trial)
         self.trials.append(trial)
         self.records.append(record)
