@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,13 +110,14 @@ class Bus:
         """Zeros in host memory, pinned where the device is CUDA and the system allows it (else `notes` says so).
 
         Torch's own pinned memory comes in powers of two, up to twice what was asked for; registering ordinary memory
-        does not. Raises OutOfMemoryError.
+        does not. It is numpy's memory, so that whoever counts torch's bytes on an emulated device counts the device's.
+        Raises OutOfMemoryError.
         """
         n_bytes = dtype.itemsize
         for n in shape:
             n_bytes *= n
         with allocating("The KV cache", n_bytes, torch.device("cpu")):
-            memory = torch.zeros(shape, dtype=dtype)
+            memory = torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(shape)
         if self._cuda and n_bytes:
             self._pin(memory)
         return memory
