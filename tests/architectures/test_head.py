@@ -1,7 +1,7 @@
 """The hidden state at the boundary is llama.cpp's for every architecture, on F32 files, at every k.
 
 llama.cpp runs with a float32 KV cache and without flash attention; see `tests/head/test_boundary.py` for why, and for
-what its GELU table does: where it is used, the yardstick is also how far llama.cpp is from itself token by token.
+what its GELU table does.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from tests.tiny_arch import write_arch
 
 N, N_CTX = 60, 256
 TOLERANCE = 1e-4
+GELU_TOLERANCE = 3e-4
+"""llama.cpp takes GELU from a table by the 11 bits of a float16: where two float32 sums on either side of a rounding
+differ in their last bit, so does the value, by 5e-4 of it. With AVX-512 this comes to 2.1e-4 in six layers."""
 FAIR: dict[str, Any] = {"kv_dtype": "f32", "flash_attn": "off", "swa_full": True}
 
 
@@ -42,14 +45,11 @@ def llama_cpp(path: Path, n_ctx: int = N_CTX, chunk: int | None = None) -> tuple
 def test_the_boundary_is_llama_cpp_s_after_every_layer(name: str, tiny: Callable[..., Path]) -> None:
     path, tokens = tiny(name), some_tokens(N)
     hidden, logits = llama_cpp(path)
-    own = [0.0] * len(hidden)
-    if "gelu" in spec_of(path).layers[0].ffn.activation:
-        one_by_one, _ = llama_cpp(path, chunk=1)
-        own = [relative(a, b) for a, b in zip(one_by_one, hidden, strict=True)]
+    tolerance = GELU_TOLERANCE if "gelu" in spec_of(path).layers[0].ffn.activation else TOLERANCE
     for k in range(1, len(hidden) + 1):
         head = open_head(path, k, n_ctx=N_CTX)
         got = head.forward(tokens, np.arange(N), np.full(N, 0))
-        assert relative(got.numpy(), hidden[k - 1]) < max(TOLERANCE, 2 * own[k - 1]), k
+        assert relative(got.numpy(), hidden[k - 1]) < tolerance, k
         if k == len(hidden):
             assert mean_kl(head.logits(got).numpy(), logits) < 1e-5
         head.close()
