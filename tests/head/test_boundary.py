@@ -6,7 +6,7 @@ even then): with its defaults llama.cpp alone is 3e-4 to 6e-4 away from what its
 One difference remains: llama.cpp's CPU GELU reads a table indexed by float16 (`ggml_vec_geglu_f32`). The head uses the
 same table, but where its argument differs in the seventh digit it may fall on the neighbouring entry, 1e-3 away, as it
 does when llama.cpp itself is given the same tokens one by one instead of all at once (other products, other roundings).
-So for models with that GELU the claim is: within 1e-4, or as near as llama.cpp is to itself.
+So for models with that GELU the claim is: within 2e-4, or as near as llama.cpp is to itself.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_gemma3_boundary_is_llama_cpp_s_at_every_k(options: dict[str, Any], tmp_
     one_by_one, _ = llama_cpp(path, tokens, chunk=1)
     for k in range(1, len(hidden) + 1):
         own = relative(one_by_one[k - 1], hidden[k - 1])
-        assert relative(run(heads(path, k), tokens), hidden[k - 1]) < max(1e-4, 2 * own), k
+        assert relative(run(heads(path, k), tokens), hidden[k - 1]) < max(2e-4, 2 * own), k
     head = heads(path)
     assert mean_kl(head.logits(head.forward(tokens, np.arange(120), np.full(120, 0))).numpy(), logits) < 1e-5
 
