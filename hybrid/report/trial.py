@@ -142,6 +142,11 @@ class Trial:
         speeds = {"decode_tok_per_s": self.decode_tok_per_s, "prefill_tok_per_s": self.prefill_tok_per_s}
         return facts | speeds | {"emulated": self.emulated}
 
+    def to_short_dict(self) -> dict[str, Any]:
+        """The same, with the prompt's length in place of the prompt."""
+        facts = self.to_dict()
+        return {**facts, "condition": {**facts["condition"], "prompt": self.condition.depth}}
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trial:
         """The inverse. Raises TypeError or KeyError for what is none."""
