@@ -50,7 +50,7 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option("-f", "--file", "prompt_file", metavar="FILE",
               help="Evaluate the text in FILE (- is stdin), and a short beginning of it.")  # fmt: skip
 @click.option("--depths", metavar="D,…", callback=_numbers,
-              help="Tokens in the context when decoding begins.  [default: a short one, and where VRAM ends]")  # fmt: skip
+              help="Tokens in the context when decoding begins.  [default: few, and where VRAM ends]")  # fmt: skip
 @click.option("--modes", metavar="MODE,…", callback=_words,
               help="device, stream, attend, tiered (all layers on the device, the KV cache as --kv says), split:15 (so "
                    "many layers there), llama.cpp (alone).  [default: all of them]")  # fmt: skip
@@ -66,7 +66,7 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
               help="Prompt tokens per chunk, in all modes.")  # fmt: skip
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.  [default: the GPU]")
 @click.option("--vram-budget", "vram_bytes", type=Bytes(), metavar="BYTES",
-              help="What the device may hold; it counts that itself.  [default: what is free, less the reserve]")  # fmt: skip
+              help="What the device may hold, as it counts.  [default: what is free, less the reserve]")  # fmt: skip
 @click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
               help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
