@@ -304,7 +304,7 @@ class _Session:
             return
         for kv_dtype in dict.fromkeys((*self.request.kv_dtypes, "q8_0")):
             for n_sequences in sorted(set(self.request.n_sequences)):
-                base = self._base(kv_dtype, n_sequences, 1)  # type: ignore[arg-type]
+                base = self._base(kv_dtype, n_sequences, 1)
                 if kv_refusal(self.spec, replace(base, n_gpu_layers=self.spec.n_layers)) is not None:
                     continue
                 low, high = 0, max(self.spec.n_ctx_train, self._n_ctx(self.depths[-1]))

@@ -258,7 +258,7 @@ def listed(words: Sequence[str]) -> str:
 def _round(depth: float) -> int:
     """To two figures: a crossover is no more certain than that."""
     step = 10 ** max(0, len(str(int(depth))) - 2)
-    return round(depth / step) * step
+    return int(round(depth / step) * step)
 
 
 def _mib(n_bytes: int | None) -> str:

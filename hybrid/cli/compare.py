@@ -81,8 +81,9 @@ def command(
     Every condition is run in processes of its own, with the same file, tokens, limits and greedy sampling, in an order
     that goes there and back. What fails is shown as a failure and has no speed. Ctrl-C prints what was measured.
     """
-    from hybrid.apps.compare import CompareRequest, compare
+    from hybrid.apps.compare import compare
     from hybrid.model.catalog import resolve_model
+    from hybrid.report.comparing import CompareRequest
 
     if plot is not None:
         from hybrid.report.plot import check_plot

@@ -15,13 +15,13 @@ import pytest
 
 from hybrid.apps import compare as app
 from hybrid.apps import compare_modes
-from hybrid.apps.compare import CompareRequest, compare
+from hybrid.apps.compare import compare
 from hybrid.apps.compare_modes import chosen_modes
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
-from hybrid.report.comparing import CompareReport
+from hybrid.report.comparing import CompareReport, CompareRequest
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
 from hybrid.schedule.budget import Budget, needed_vram
 from hybrid.schedule.ledger import ledger_of
@@ -35,7 +35,7 @@ DEPTHS = (16, 300)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "m.gguf"
-    return write_tiny(path, n_layers=4, n_embd=64, n_heads=2, n_kv_heads=2, head_dim=32, n_ff=64, n_ctx=1024)
+    return write_tiny(path, n_layers=12, n_embd=64, n_heads=2, n_kv_heads=2, head_dim=32, n_ff=64, n_ctx=1024)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_runs_are_interleaved_there_and_back(model: Path, fake: Fake) -> None:
 
 
 def test_what_failed_is_not_run_again_and_the_rest_is(model: Path, fake: Fake) -> None:
-    fake.fails = lambda p: p.kv == "device" and p.n_gpu_layers == 4 and p.n_ctx > 256
+    fake.fails = lambda p: p.kv == "device" and p.n_gpu_layers == 12 and p.n_ctx > 256
     report = run(model)
     failed = [row for row in report.rows if row.failure]
     assert [(row.mode, row.setting.depth, len(row.trials)) for row in failed] == [("device", 300, 1)]
@@ -119,7 +119,7 @@ def test_ctrl_c_keeps_what_was_measured_and_every_trial_is_a_file(model: Path, f
     assert report.to_dict()["interrupted"]
     files = sorted((tmp_path / "new" / "trials").iterdir())
     assert [file.name for file in files] == [
-        "001-device-d16-s1-f16-run1.json", "002-split-2-d16-s1-f16-run1.json", "003-stream-d16-s1-f16-run1.json",
+        "001-device-d16-s1-f16-run1.json", "002-split-6-d16-s1-f16-run1.json", "003-stream-d16-s1-f16-run1.json",
     ]  # fmt: skip
     facts = json.loads(files[2].read_text())
     assert facts.pop("mode") == "stream"
@@ -138,7 +138,7 @@ def test_the_default_is_a_depth_that_everything_completes_and_one_where_the_devi
             assert fits == (row.mode == "stream" or row.setting.depth == short), row.mode
     assert any("between what stream" in note for note in report.notes)
     limited = run(model, depths=None, vram_bytes=between(spec, 768, 512, "device", "stream"))
-    assert [row.setting.depth for row in limited.rows if row.mode == "device"][0] == short
+    assert next(row.setting.depth for row in limited.rows if row.mode == "device") == short
     assert not any("limit does not appear" in note for note in limited.notes)
     assert any("limit does not appear" in note for note in run(model, depths=None, vram_bytes=1 << 40).notes)
     assert long < spec.n_ctx_train
@@ -187,7 +187,7 @@ def test_sequences_and_cache_types_multiply(model: Path, fake: Fake) -> None:
         ({"modes": ("cloud",)}, BadRequestError, "no mode"),
         ({"modes": ("split:some",)}, BadRequestError, "number of layers"),
         ({"modes": ("split:0",)}, BadRequestError, "that is llama.cpp"),
-        ({"modes": ("split:5",)}, UnsupportedError, "0 to 4"),
+        ({"modes": ("split:13",)}, UnsupportedError, "0 to 12"),
         ({"modes": ("llama.cpp:2",)}, UnsupportedError, "built without a GPU"),
         ({"depths": (0,)}, BadRequestError, "1 or more"),
         ({"n_decode": 0}, BadRequestError, "at least"),
@@ -213,7 +213,7 @@ def test_llama_cpp_with_a_gpu_brings_its_own_offload(spec: ModelSpec, monkeypatc
     base = Placement(device="cuda", n_gpu_layers=0, n_ctx=64)
     found = {m.name: m.placement(spec, base, Budget(ram_bytes=1)) for m in chosen_modes(("llama.cpp",), spec)}
     gpu = {name: (p.n_gpu_layers, p.llama_gpu_layers, p.offload_kqv) for name, p in found.items()}
-    assert gpu == {"llama.cpp": (0, 0, False), "llama.cpp:all": (0, 5, True), "llama.cpp-nkvo": (0, 5, False)}
+    assert gpu == {"llama.cpp": (0, 0, False), "llama.cpp:all": (0, 13, True), "llama.cpp-nkvo": (0, 13, False)}
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------
