@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from hybrid.apps import compare as app
 from hybrid.apps import compare_modes
 from hybrid.apps.compare import compare
 from hybrid.apps.compare_modes import chosen_modes
+from hybrid.cli.compare import command
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
@@ -220,9 +222,9 @@ def test_llama_cpp_with_a_gpu_brings_its_own_offload(spec: ModelSpec, monkeypatc
 
 
 def hybrid(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hybrid.cli", "compare", *words]
+    line = [sys.executable, "-m", "hybrid.cli", "compare", *words]
     environment = {**os.environ, "COLUMNS": "200", **env}
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
 
 def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, spec: ModelSpec, tmp_path: Path) -> None:
@@ -251,15 +253,28 @@ def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, sp
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 
-def test_the_table_is_for_people_and_bad_input_is_one_sentence(model: Path) -> None:
-    shown = hybrid(str(model), "--modes", "llama.cpp", "--depths", "8", "-n", "2", "--repeats", "1")
-    assert shown.returncode == 0, shown.stderr
-    assert "decode tok/s" in shown.stdout
-    assert "baseline" in shown.stdout
-    assert "llama.cpp completes" in shown.stdout
-    for words in (
-        ("--depths", "0"), ("--depths", "many"), ("--kv-type", "q9"), ("--sequences", ","), ("--modes", "cloud"),
-        ("-f", "/none"),
-    ):  # fmt: skip
+def test_the_table_is_for_people_and_ctrl_c_prints_what_there_is(model: Path, fake: Fake) -> None:
+    words = [str(model), "--device", "cpu", "--depths", "16", "--repeats", "1", "-n", "6"]
+    whole = CliRunner().invoke(command, words)
+    assert whole.exit_code == 0, whole.output
+    for text in ("decode tok/s", "baseline", "stream is device with kv: stream instead of device", "- At 16 tokens",
+                 "emulated on the CPU"):  # fmt: skip
+        assert text in whole.output
+    fake.interrupt_after = len(fake.ran) + 2
+    cut = CliRunner().invoke(command, words)
+    assert cut.exit_code == 130
+    assert "Interrupted: what was measured until then is shown." in cut.output
+    assert cut.output.count("not measured") == 4
+
+
+@pytest.mark.parametrize(
+    "words", [("--depths", "0"), ("--depths", "many"), ("--kv-type", "q9"), ("--sequences", ","), ("--modes", ",")]
+)
+def test_lists_that_are_none_are_refused(model: Path, words: tuple[str, str]) -> None:
+    assert CliRunner().invoke(command, [str(model), *words]).exit_code == 2
+
+
+def test_bad_input_is_one_sentence(model: Path) -> None:
+    for words in (("--modes", "cloud"), ("-f", "/none"), ("--save", str(model))):
         bad = hybrid(str(model), *words)
         assert (bad.returncode, len(bad.stderr.strip().splitlines())) == (2, 1), bad.stderr
