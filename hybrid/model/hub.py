@@ -8,6 +8,7 @@ wrong into a sentence.
 from __future__ import annotations
 
 import errno
+import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,13 @@ def _is_extra(file: str) -> bool:
 
 
 def _shards(repo: str, files: Sequence[str], file: str) -> list[str]:
-    """`file`, or all shards of the set it belongs to."""
+    """`file`, or all shards of the set it belongs to; `*` and `?` in it stand for what one model's name has there."""
+    if any(c in file for c in "*?["):
+        found = [name for name in files if fnmatch.fnmatchcase(name, file)]
+        firsts = [name for name in found if (shard := _SHARD.fullmatch(name)) is None or int(shard["no"]) == 1]
+        if len(firsts) > 1:
+            raise BadRequestError(f"Several files of {repo} fit {file}: {_listed(firsts)}; name one.")
+        file = (firsts or found or [file])[0]
     if file not in files:
         raise BadRequestError(f"The repository {repo} has no file {file}; its GGUF files are {_listed(files)}.")
     match = _SHARD.fullmatch(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -190,6 +190,14 @@ class LlamaAPI:
             return reply.message(message, choice["logprobs"], choice["finish_reason"], count)
         message = {"role": "assistant", "content": None, **reply.call(form.tool, choice["text"])}
         return reply.message(message, choice["logprobs"], "tool_calls", count)
+
+    @classmethod
+    def from_pretrained(cls, repo_id: str, filename: str, **kwargs: Any) -> Self:
+        """The model in `filename` (`*` and `?` allowed) of a Hugging Face repository; `kwargs` are the constructor's.
+
+        All shards are fetched. Where files are kept is huggingface_hub's business (HF_HOME): there is no `local_dir`.
+        """
+        return cls(f"hf:{repo_id}/{filename}", **kwargs)  # type: ignore[call-arg]
 
     def create_embedding(self, input: str | list[str], model: str | None = None) -> NoReturn:
         """Not something this program does. Raises UnsupportedError."""

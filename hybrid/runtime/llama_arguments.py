@@ -43,6 +43,10 @@ _AS_THEY_ARE: dict[str, tuple[Any, ...] | object] = {
     "numa": (False, 0),
     "chat_format": (None,),
     "chat_handler": (None,),
+    "additional_files": (None,),  # of from_pretrained, which fetches all shards
+    "local_dir": (None,),
+    "local_dir_use_symlinks": _ANY,
+    "cache_dir": (None,),
     "draft_model": (None,),
     "tokenizer": (None,),
 }
@@ -51,6 +55,8 @@ _INSTEAD = {
     "embedding": "it makes no embeddings",
     "chat_format": "give chat_template, such as chatml; by default it is the model's own",
     "offload_kqv": "the KV cache of the layers on the GPU is there too",
+    "local_dir": "HF_HOME says where fetched files are kept",
+    "cache_dir": "HF_HOME says where fetched files are kept",
     "n_threads_batch": "n_threads is for both",
 }
 

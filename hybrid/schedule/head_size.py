@@ -119,7 +119,8 @@ def _attention(spec: ModelSpec, layer: LayerSpec, tier: Tiers, n: int, placement
     rows = min(policy(placement.device).rows, n)
     # Query heads that share a KV head are rows of one: the mask has as many; a boolean and one in the products' type.
     masked = layer.n_heads // layer.n_kv_heads * rows if n > 1 else 0
-    if not policy(placement.device).expand and not far:
+    on_cpu, packed = policy(placement.device).expand, placement.kv_dtype == "q8_0"
+    if not on_cpu and not far and not packed:
         return before + n * (2 * q + 8 * out) + 4 * masked * keys
     stored = 0 if placement.kv_dtype == "f32" else kv_bytes_per_token(layer, placement.kv_dtype)
     attended = before + 8 * n * out + (n * stored if far else 0)
@@ -127,8 +128,9 @@ def _attention(spec: ModelSpec, layer: LayerSpec, tier: Tiers, n: int, placement
         return attended + (5 * masked + rows) * keys
     # On the way to a full context both ways are taken: keys converted whole, then a running softmax over blocks.
     block = min(keys, CONVERT_BYTES // (4 * kv))
-    converted = 4 * kv if stored else 0
-    unpacking = 5 * layer.n_embd_v if placement.kv_dtype == "q8_0" else 0  # V's bytes and numbers without their scale
+    # In float32 on the CPU; an accelerator multiplies what is stored, or float16 instead of packed numbers.
+    converted = (4 if on_cpu else 2) * kv if packed or (on_cpu and stored) else 0
+    unpacking = 5 * layer.n_embd_v if packed else 0  # V's bytes and numbers without their scale
     whole = 0
     if not far:
         whole = attended + converted * block + max((5 * masked + rows) * block, unpacking * block)

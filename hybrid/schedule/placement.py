@@ -36,7 +36,7 @@ class Placement:
     kv: KVStrategy = "device"
     kv_dtype: KVDtype = "f16"
     kv_budget: int | None = None
-    """Device bytes the `tiered` strategy may use; None: what is free."""
+    """Device bytes that K and V may take under `tiered`, windowed layers that stay not counted; None: no limit."""
     kv_keep_sliding: bool = True
     swa_full: bool = False
     kv_unified: bool = False
@@ -47,6 +47,7 @@ class Placement:
     n_threads_tail_batch: int = 1
     """llama.cpp threads during prefill, when the head computes at the same time."""
     n_threads_attend: int = 1
+    """Threads of attention on the CPU while the tail waits; beside the tail it has the head's."""
     llama_gpu_layers: int = 0
     """llama.cpp's own `n_gpu_layers`, counted from the last layer; only with k = 0."""
     offload_kqv: bool = False

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hybrid.errors import HybridError
+from hybrid import Hybrid
+from hybrid.errors import HybridError, UnsupportedError
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
 from tests.model.hub_server import Hub, serve
@@ -53,6 +54,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         ("hf:org/many:Q4_K_XL", b"GGUF UD-Q4_K_XL"),
         ("hf:org/many:bf16", b"GGUF BF16"),
         ("hf:org/one", b"GGUF one"),
+        ("hf:org/many/*Q8_0.gguf", b"GGUF Q8_0"),
+        ("hf:org/many/*/*Q6_K*", b"GGUF\x01"),
         ("hf:org/one/m.gguf", b"GGUF one"),
     ],
 )
@@ -121,6 +124,8 @@ def test_a_token_opens_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPa
         ("hf:org/many:Q3_K", "has no Q3_K; it has BF16"),
         ("hf:org/many:Q4", "has no Q4;"),
         ("hf:org/many/other.gguf", "no file other.gguf; its GGUF files are"),
+        ("hf:org/many/*Q4*", "Several files of org/many fit"),
+        ("hf:org/many/*Q3*", r"no file \*Q3\*"),
         ("hf:org/torn", "lacks m-00002-of-00002.gguf"),
         ("hf:nothing", "not a model's name"),
         ("hf:", "not a model's name"),
@@ -152,6 +157,15 @@ def test_no_network_and_offline_mode_are_told_apart(hub: Hub, monkeypatch: pytes
     for name in ("hf:org/one", "hf:org/one/m.gguf"):
         with pytest.raises(HybridError, match=r"http://127.0.0.1:9 cannot be reached"):
             resolve_model(name)
+
+
+def test_from_pretrained_takes_a_pattern_and_the_constructors_arguments(hub: Hub, tmp_path: Path) -> None:
+    hub.repos["org/tiny"] = {"t-f32.gguf": write_tiny(tmp_path / "t.gguf", n_layers=1).read_bytes()}
+    with Hybrid.from_pretrained("org/tiny", "*f32.gguf", n_ctx=64, n_gpu_layers=0, verbose=False) as model:
+        assert model.model_path.name == "t-f32.gguf"
+        assert model.n_ctx == 64
+    with pytest.raises(UnsupportedError, match="HF_HOME"):
+        Hybrid.from_pretrained("org/tiny", "*f32.gguf", local_dir=".")
 
 
 def test_a_full_disk_is_said(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

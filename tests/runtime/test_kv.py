@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hybrid.head.kv import host
 from tests.runtime.test_engine import engine_of
 
 TOKENS = np.random.default_rng(1).integers(5, 300, 400).tolist()
@@ -88,3 +89,20 @@ def test_both_halves_have_every_precision(kv_dtype: str, k: int, llama_f32: Path
     for strategy in ("stream", "attend", "tiered"):
         for ours, theirs in zip(a_session(llama_f32, k, kv_dtype=kv_dtype, **STRATEGIES[strategy]), rough, strict=True):
             assert np.abs(ours - theirs).max() <= 10 * INVISIBLE * np.abs(theirs).max()
+
+
+def test_attention_on_the_cpu_leaves_the_tail_its_cores(llama_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's last, short chunk is attended to while llama.cpp computes the one before it; a single token is not."""
+    threads: list[int] = []
+    attend = host.attend_on_cpu
+
+    def watched(*args: Any, n_threads: int, **more: Any) -> Any:
+        threads.append(n_threads)
+        return attend(*args, n_threads=n_threads, **more)
+
+    monkeypatch.setattr(host, "attend_on_cpu", watched)
+    with engine_of(llama_f32, 2, kv="attend", n_batch=32, n_threads_head=1, n_threads_attend=2) as engine:
+        engine.evaluate(TOKENS[:37])
+        assert threads == [1, 1]
+        engine.evaluate(TOKENS[37:38])
+        assert threads == [1, 1, 2, 2]

@@ -46,6 +46,13 @@ def test_a_budget_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
     assert placed(kv="tiered", kv_budget=0).kv_budget == 0
 
 
+def test_a_strategy_without_a_head_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "ram_budget", lambda: 64 * GIB)
+    for kv in KV_STRATEGIES:
+        notes = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=512, kv=kv)).notes
+        assert any(f"--kv {kv} changes nothing" in note for note in notes) == (kv != "device")
+
+
 def test_auto_layers_come_before_the_recent_part_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     with_gpu(monkeypatch, 7 * GIB)
     tiered, device = (placed(kv=kv, n_gpu_layers="auto") for kv in ("tiered", "device"))

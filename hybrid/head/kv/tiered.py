@@ -116,7 +116,7 @@ class TieredLayer(LayerKV):
     # -- attending -----------------------------------------------------------------------------------------------
 
     def _all_near(self, stretch: Stretch) -> bool:
-        return self.split[stretch.seq] <= first_key(stretch.p0, self.window) or stretch.end == stretch.p0
+        return self.split[stretch.seq] <= first_key(stretch.p0, self.window)
 
     def _near_only(self, stretch: Stretch, q: Tensor, sinks: Tensor | None) -> Tensor:
         assert self.near is not None
