@@ -116,10 +116,10 @@ def _crossings(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
             depth = crossover(before[a], before[b], after[a], after[b])
             if depth is not None:
                 loser, winner = (a, b) if _quicker(before[a], before[b]) else (b, a)
-                where = f"from about {_round(depth):,} tokens on (measured at {near.depth:,} and {far.depth:,})"
-                found.append((depth, f"{winner} decodes faster than {loser} {where}"))
-    for _, what in sorted(found)[:MOST_CROSSINGS]:
-        yield what[0].upper() + what[1:] + "."
+                measured = f"(measured at {near.depth:,} and {far.depth:,})"
+                what = f"From about {_round(depth):,} tokens on {winner} decodes faster than {loser} {measured}."
+                found.append((depth, what))
+    yield from (what for _, what in sorted(found)[:MOST_CROSSINGS])
     if len(found) > MOST_CROSSINGS:
         yield f"{len(found) - MOST_CROSSINGS} more pairs change places; the table has their speeds."
     many = any(len(by_speed(rows)) > 1 for _, rows in groups[1:])
@@ -169,7 +169,7 @@ def _too_long(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> 
         return
     setting, rows = failed[-1]
     reach = [
-        f"{limit.n_ctx:,} tokens with a {limit.kv_dtype} cache"
+        f"{limit.n_ctx:,} tokens of {limit.kv_dtype} cache"
         for limit in report.limits
         if limit.n_sequences == setting.n_sequences and limit.n_ctx > 0
     ]

@@ -136,7 +136,7 @@ def test_the_verdict_says_what_completes_and_what_is_fastest() -> None:
     assert "At 64 tokens everything completes." in text
     assert "At 1,024 tokens device (out of memory while loading) fails; stream and llama.cpp complete." in text
     assert "At 64 tokens device decodes fastest, 100.0 tok/s; stream follows with 50.0" in text
-    assert "512 tokens with a f16 cache and 963 tokens with a q8_0 cache" in text
+    assert "512 tokens of f16 cache and 963 tokens of q8_0 cache" in text
     assert "less than half of the 100.0" in text  # 33 tok/s, where the device alone made 100 at a shorter context
     assert "emulated on the CPU" in text
 
@@ -170,8 +170,8 @@ def test_a_crossover_lies_where_the_lines_between_two_depths_cross() -> None:
     assert crossover(a0, b0, row("stream", 1100, 0.0199), b1) is None
     assert crossover(a0, b0, row("stream", 1100, OOM), b1) is None
     found = report(a0, b0, a1, b1)
-    expected = "Llama.cpp decodes faster than stream from about 430 tokens on (measured at 100 and 1,100)."
-    assert said(found, "from about") == [expected]
+    expected = "From about 430 tokens on llama.cpp decodes faster than stream (measured at 100 and 1,100)."
+    assert said(found, "From about") == [expected]
     steady = report(a0, b0, row("stream", 1100, 0.01), b1)
     assert said(steady, "No two modes change places between 100 and 1,100 tokens")
 
