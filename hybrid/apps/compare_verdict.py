@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
-from hybrid.report.comparing import CompareReport, CompareRow, Setting, told_apart
+from hybrid.apps.compare_modes import ALONE
+from hybrid.report.comparing import LEAST_APART_ONCE, CompareReport, CompareRow, Setting, told_apart
 from hybrid.report.trial import Spread
 
 EMULATION = (
@@ -15,6 +16,8 @@ EMULATION = (
 MUCH_SLOWER = 0.5
 """Below this share of the speed that the device alone has where it fits, a smaller model or context is worth more."""
 MOST_CROSSINGS = 4
+NOISY = 0.25
+"""Half of least to most, relative to the median: more than that is no spread of a quiet machine."""
 Rows = Sequence[CompareRow]
 
 
@@ -33,6 +36,7 @@ def verdict(report: CompareReport) -> tuple[str, ...]:
         lines += [label + line for line in found]
     lines += _by_sequences(groups)
     lines += _outputs(groups, report)
+    lines += _noise(groups)
     if report.emulated:
         lines.append(EMULATION)
     return tuple(lines)
@@ -146,6 +150,7 @@ def crossover(a_near: CompareRow, b_near: CompareRow, a_far: CompareRow, b_far: 
 
 
 def _worth(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Iterator[str]:
+    idle: list[str] = []
     for setting, rows in groups:
         ranked = by_speed(rows)
         alone = next((row for row in ranked if _cpu_only(row)), None)
@@ -153,11 +158,13 @@ def _worth(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Ite
             continue
         best, ties, _ = _ranking(ranked)
         if alone is best or alone in ties:
-            but = " (which an emulated device cannot beat)" if report.emulated else ""
-            yield (
-                f"At {setting.depth:,} tokens nothing on the device pays: {alone.mode} on the CPU alone is as fast as "
-                f"the rest or faster{but}, and takes no VRAM."
-            )
+            idle.append(f"{setting.depth:,}")
+    if idle:
+        but = " (which an emulated device cannot beat)" if report.emulated else ""
+        yield (
+            f"At {listed(idle)} tokens nothing on the device pays: {ALONE} on the CPU alone decodes as fast as the "
+            f"rest or faster{but}, and takes no VRAM."
+        )
     yield from _too_long(groups, report)
 
 
@@ -224,6 +231,20 @@ def _outputs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> I
 
     others = "; the other outputs are equal" if len(differ) < len(rows) else ""
     yield f"The output differs from {report.baseline}'s: {listed([where(row) for row in differ])}{others}."
+
+
+def _noise(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
+    """How much the speeds are worth."""
+    timed = [(row, row.decode) for _, rows in groups for row in rows if row.decode is not None]
+    if timed and max(spread.n for _, spread in timed) == 1:
+        yield f"Everything was run once: only speeds more than {LEAST_APART_ONCE:.0%} apart are told apart (--repeats)."
+    noisy = [(spread.relative, row) for row, spread in timed if spread.relative > NOISY]
+    if noisy:
+        most, row = max(noisy, key=lambda pair: pair[0])
+        yield (
+            f"Speeds varied by up to ±{most:.0%} ({row.mode} at {row.setting.depth:,} tokens): the machine had other "
+            "things to do, and a quiet one would say more."
+        )
 
 
 # -- helpers -----------------------------------------------------------------------------------------------------------

@@ -198,9 +198,9 @@ def _cell(name: str, row: CompareRow, report: CompareReport) -> str:
         "cache": row.setting.kv_dtype,
         "mode": row.mode,
         "load s": f"{row.load_s:.2f}" if row.load_s is not None else None,
-        "TTFT s": f"{ttft.median:.2f} ± {(ttft.most - ttft.least) / 2:.2f}" if ttft else None,
+        "TTFT s": _spread(ttft.median, ttft.most - ttft.least, ttft.n, 2) if ttft else None,
         "prefill tok/s": f"{row.prefill_tok_per_s:.0f}" if row.prefill_tok_per_s else None,
-        "decode tok/s": f"{n / decode.median:.1f} ± {(n / decode.least - n / decode.most) / 2:.1f}" if decode else None,
+        "decode tok/s": _spread(n / decode.median, n / decode.least - n / decode.most, decode.n, 1) if decode else None,
         "launch ms": f"{1000 * row.launch_s:.2f}" if row.launch_s is not None else None,
         "VRAM": _seen(row, "device_bytes"),
         "by driver": _seen(row, "device_tool_bytes"),
@@ -211,6 +211,11 @@ def _cell(name: str, row: CompareRow, report: CompareReport) -> str:
         "result": _result(row, report.request.n_decode),
     }
     return values[name] or "-"
+
+
+def _spread(middle: float, width: float, n: int, digits: int) -> str:
+    """The median, and half of least to most where there is more than one run."""
+    return f"{middle:.{digits}f}" + (f" ± {width / 2:.{digits}f}" if n > 1 else "")
 
 
 def _result(row: CompareRow, asked: int) -> str:

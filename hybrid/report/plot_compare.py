@@ -10,6 +10,8 @@ from hybrid.report.comparing import CompareReport, CompareRow
 from hybrid.report.plot import MIB, pyplot, save_figure
 
 MARKERS = "osD^vP*X"
+FAR_APART = 20
+"""The fastest is so many times as fast as the slowest: a linear axis would not show what lies between."""
 
 
 def plot_comparison(report: CompareReport, path: Path) -> None:
@@ -47,6 +49,11 @@ def plot_comparison(report: CompareReport, path: Path) -> None:
         one.set_ylabel(name)
         one.set_ylim(bottom=0)
         one.margins(y=0.12)
+    speeds = [row.tok_per_s for row in report.rows if row.tok_per_s is not None]
+    if speeds and max(speeds) > FAR_APART * min(speeds):
+        axes[0, 0].set_yscale("log")
+        axes[0, 0].set_ylim(min(speeds) / 2, max(speeds) * 1.5)
+        axes[0, 0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     emulated = " (the GPU is emulated on the CPU)" if report.emulated else ""
     figure.suptitle(f"{Path(report.model).name}{emulated}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small",
@@ -69,8 +76,18 @@ def _draw_speed(axes: Any, report: CompareReport, rows: Sequence[CompareRow]) ->
                       capsize=3, markersize=5, label=mode)  # fmt: skip
         for row in ours:
             if row.failure is not None:
-                axes.plot([row.setting.depth], [0], "x", color=f"C{number}", markersize=9, clip_on=False, zorder=5)
+                axes.plot(
+                    [row.setting.depth],
+                    [0],
+                    "x",
+                    color=f"C{number}",
+                    markersize=9,
+                    clip_on=False,
+                    zorder=5,
+                    transform=axes.get_xaxis_transform(),
+                )
                 axes.annotate(f"{mode}: {row.failure.kind}", (row.setting.depth, 0), xytext=(-8, 5 + 12 * failed),
+                              xycoords=axes.get_xaxis_transform(),
                               textcoords="offset points", ha="right", fontsize="small", color=f"C{number}")  # fmt: skip
                 failed += 1
 

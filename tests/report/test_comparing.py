@@ -176,6 +176,13 @@ def test_a_crossover_lies_where_the_lines_between_two_depths_cross() -> None:
     assert said(steady, "No two modes change places between 100 and 1,100 tokens")
 
 
+def test_how_much_the_speeds_are_worth_is_said() -> None:
+    assert said(report(row("device", 64, (0.01,)), row("llama.cpp", 64, (0.02,))), "Everything was run once")
+    noisy = report(row("device", 64, (0.01, 0.03)), row("llama.cpp", 64, 0.02))
+    assert said(noisy, "±50% (device at 64 tokens)")
+    assert not said(report(row("device", 64, 0.01), row("llama.cpp", 64, 0.02)), "varied")
+
+
 def test_where_llama_cpp_alone_is_as_fast_nothing_on_the_device_pays() -> None:
     found = report(row("device", 64, 0.02), row("llama.cpp", 64, 0.01))
     assert said(found, "nothing on the device pays")
