@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -46,8 +48,12 @@ ROUNDS = 2
 """Of an exhaustive sweep, there and back, so that what drifts does not favour one end."""
 START_S = 3.0
 """A process's start and its loading, before one was seen."""
+BUSY = 0.75
+"""A load average of so many times the cores, before anything was measured, is worth a word."""
 SLOWEST = 20
 """A measurement that takes so many times longer than expected is ended."""
+PATIENCE = 5
+"""Before anything was measured it may take so many times the whole budget: one figure is more than none."""
 
 
 OnProgress = Callable[[str, float, float], None]
@@ -91,6 +97,7 @@ class _Session:
         self.placements = self._placements()
         self.records = [r for r in profile.records if self._counts(r)]
         reused = len(self.records)
+        self._say_if_busy()
         try:
             self.model = self._cost_model(profile.rates.get(self.device.partition(":")[0]))
             if request.exhaustive:
@@ -170,13 +177,29 @@ class _Session:
         self.store.add(rates={self.device.partition(":")[0]: rates})
         return CostModel(self.spec, machine, rates)
 
+    def _say_if_busy(self) -> None:
+        """Other programs' work shows in every figure."""
+        with suppress(OSError):
+            load = os.getloadavg()[0]
+            if load > BUSY * usable_cores():
+                self.notes.append(
+                    f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
+                    "what is measured now may not hold when they are done."
+                )
+
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
         while True:
             estimate = self._estimate()
             option = next_option(estimate.options, estimate.belief, self._open())
-            if option is None or (self.trials and self._spent() + self._cost(option) > self.request.budget_s):
+            if option is None:
+                return
+            if self.trials and self._spent() + self._cost(option) > self.request.budget_s:
+                self.notes.append(
+                    f"The time is up before it is certain which is quickest (another {self._cost(option):.0f} s would "
+                    "be needed for the next measurement): --budget gives more, and a second tune goes on from here."
+                )
                 return
             self._measure(option)
 
@@ -190,7 +213,10 @@ class _Session:
     def _measure(self, option: int) -> None:
         p = self.placements[option]
         self._say(f"Measuring -ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""))
-        trial = run_trial(self.condition(p), timeout_s=SLOWEST * self._cost(option))
+        patience = SLOWEST * self._cost(option)
+        if not any(trial.failure is None for trial in self.trials):  # expectations are untested, or the machine is busy
+            patience = max(patience, PATIENCE * self.request.budget_s)
+        trial = run_trial(self.condition(p), timeout_s=patience)
         record = record_of(trial)
         self.trials.append(trial)
         self.records.append(record)
@@ -345,6 +371,7 @@ def command(name: str, p: Placement) -> str:
         words += ["--device", p.device]
     if p.n_gpu_layers and p.kv != "device":
         words += ["--kv", p.kv]
+        words += ["--kv-budget", str(p.kv_budget)] if p.kv_budget is not None else []
     if p.kv_dtype != "f16":
         words += ["--kv-type", p.kv_dtype]
     if p.n_threads_tail != usable_cores():

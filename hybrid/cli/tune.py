@@ -141,13 +141,18 @@ def _conclude(report: TuneReport, console: Any) -> None:
         console.print(f"Failed at -ngl {ks}: {message}", markup=False)
     ties = [row for row in report.rows if row.verdict == "tie"]
     if report.best is not None and ties:
-        others = ", ".join(f"-ngl {row.placement.n_gpu_layers}" for row in ties)
+        others = ", ".join(_name(row) for row in ties)
         console.print(f"Not told apart from the best: {others}.", markup=False)
     if report.command:
         emulated = " (emulated)" if report.rows[report.best or 0].placement.n_gpu_layers and report.emulated else ""
         console.print(f"Use{emulated}: {report.command}", markup=False)
     else:
         console.print("Nothing was measured.", markup=False)
+
+
+def _name(row: Row) -> str:
+    p = row.placement
+    return f"-ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else "")
 
 
 def _shown(report: TuneReport) -> list[Row]:

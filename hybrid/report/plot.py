@@ -57,14 +57,15 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
     for colour, key, rows in _curves(report):
         ks = [row.placement.n_gpu_layers for row in rows]
         predicted = [value(row.predicted_s) for row in rows]
-        axes.plot(ks, predicted, ":", color=colour, linewidth=1.2, label=f"{key}: predicted")
+        axes.plot(ks, predicted, ".:", markersize=3, color=colour, linewidth=1.2, label=f"{key}: predicted")
         timed = [(row.placement.n_gpu_layers, row.measured) for row in rows if row.measured is not None]
         middles = [value(spread.median) for _, spread in timed]
         ends = [sorted((value(spread.least), value(spread.most))) for _, spread in timed]
         below = [middle - low for middle, (low, _) in zip(middles, ends, strict=True)]
         above = [high - middle for middle, (_, high) in zip(middles, ends, strict=True)]
         at, name = [k for k, _ in timed], f"{key}: measured, least to most"
-        axes.errorbar(at, middles, [below, above], fmt="o-", color=colour, capsize=3, label=name)
+        if timed:
+            axes.errorbar(at, middles, [below, above], fmt="o-", color=colour, capsize=3, label=name)
         for row in rows:
             if row.verdict not in ("not measured", "best", "tie") and row.measured is None:
                 axes.plot([row.placement.n_gpu_layers], [0], "x", color=colour)
@@ -76,14 +77,23 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
     what = f"a prompt of {report.depth} tokens" if ttft else f"at {report.depth} tokens of context"
     axes.set_title(f"{report.request.objective}, {what}", fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", framealpha=0.5, ncols=2)
 
 
 def _draw_memory(axes: Any, report: TuneReport) -> None:
     for colour, key, rows in _curves(report):
         ks = [row.placement.n_gpu_layers for row in rows]
-        axes.plot(ks, [row.vram_bytes / MIB for row in rows], "-", color=colour, label=f"{key}: VRAM, by the ledger")
-        axes.plot(ks, [row.ram_bytes / MIB for row in rows], "--", color=colour, alpha=0.6, label=f"{key}: RAM")
+        axes.plot(
+            ks,
+            [row.vram_bytes / MIB for row in rows],
+            ".-",
+            markersize=3,
+            color=colour,
+            label=f"{key}: VRAM, by the ledger",
+        )
+        axes.plot(
+            ks, [row.ram_bytes / MIB for row in rows], ".--", markersize=3, color=colour, alpha=0.6, label=f"{key}: RAM"
+        )
         seen = [row for row in rows if row.device_bytes is not None]
         axes.plot([r.placement.n_gpu_layers for r in seen], [(r.device_bytes or 0) / MIB for r in seen], "o",
                   color=colour, markersize=4, label="VRAM, most seen" if seen else None)  # fmt: skip
@@ -94,7 +104,7 @@ def _draw_memory(axes: Any, report: TuneReport) -> None:
     axes.set_xlabel("layers on the device (-ngl)")
     axes.set_ylabel("MiB")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", framealpha=0.5, ncols=2)
 
 
 def _curves(report: TuneReport) -> Iterator[tuple[str, str, list[Row]]]:

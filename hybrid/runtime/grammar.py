@@ -48,7 +48,7 @@ class Grammar:
         # To llama.cpp a control token is the text that spells it; in our output it is nothing. A grammar that speaks of
         # tokens means them.
         self._unseen = frozenset() if tokens else _unseen(vocabulary)
-        self._unseen_ids = np.array(sorted(self._unseen), np.int64)
+        self._unseen_ids = np.array(sorted(self._unseen), np.int32)
 
     def allows(self, token: int) -> bool:
         """Whether `token` may come next; an end-of-generation token may where the grammar is complete."""
@@ -58,12 +58,13 @@ class Grammar:
         self._lib.llama_sampler_apply(self._sampler, ctypes.byref(self._one_array))
         return bool(self._one[0].logit != -np.inf)
 
-    def mask(self, array: Any, logits: npt.NDArray[np.float32]) -> None:
+    def mask(self, array: Any, ids: npt.NDArray[np.int32], logits: npt.NDArray[np.float32]) -> None:
         """Set the logit of every token that may not come next to -inf.
 
-        `array` is a llama_token_data_array in the vocabulary's order; `logits` [n_vocab] shows its logits.
+        `array` is a llama_token_data_array; `ids` and `logits` [n] show what is in it.
         """
-        logits[self._unseen_ids] = -np.inf
+        if len(self._unseen_ids):
+            logits[np.isin(ids, self._unseen_ids)] = -np.inf
         self._lib.llama_sampler_apply(self._sampler, array)
 
     def accept(self, token: int) -> None:

@@ -21,6 +21,8 @@ RANDOM_SEED = 0xFFFFFFFF
 """llama.cpp's LLAMA_DEFAULT_SEED: draw a fresh seed."""
 NOTHING = -1
 """In place of a token: there is none that may come next."""
+N_NEXT_BEST = 256
+"""How many of the likeliest tokens are tried against a grammar before all of them are."""
 MIROSTAT_M = 100
 """Candidates by which Mirostat 1 estimates a distribution's slope, as in llama.cpp."""
 
@@ -99,7 +101,8 @@ class Sampler:
 
     With a `grammar`, whose state it advances, only `sample` may be used. As in llama.cpp's own programs the chain draws
     first, and only where the grammar refuses that token are all of them masked by it and one drawn again: asking it
-    about one token costs next to nothing, about all of them more than a small model's decode. `close` frees both.
+    about one token costs next to nothing, about all of them as much as a small model's decode. (Greedily, the likeliest
+    few are asked about before all.) `close` frees both.
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int, grammar: Grammar | None = None) -> None:
@@ -115,6 +118,7 @@ class Sampler:
             raise EngineError("llama.cpp could not make a sampler chain.")
         for sampler in _samplers(lib, params, n_vocab):
             lib.llama_sampler_chain_add(self._chain, sampler)
+        self._greedy = params.temperature == 0
         self._banned = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
         self._ids = np.arange(n_vocab, dtype=np.int32)
         self._candidates: npt.NDArray[Any] | None = None
@@ -140,7 +144,8 @@ class Sampler:
             raise EngineError("The model computed logits that are not numbers.")
         token = self._draw(logits)
         if self.grammar is not None and not self.grammar.allows(token):
-            token = self._draw(logits, self.grammar)
+            token = self._next_best(self.grammar) if self._greedy else NOTHING
+            token = self._draw(logits, self.grammar) if token == NOTHING else token
         if token != NOTHING:
             self._lib.llama_sampler_accept(self._chain, token)
             if self.grammar is not None:
@@ -160,7 +165,7 @@ class Sampler:
         data = ctypes.cast(candidates.ctypes.data, lib.llama_token_data_p)
         array = lib.llama_token_data_array(data, len(self._ids), -1, False)
         if grammar is not None:
-            grammar.mask(ctypes.byref(array), candidates["logit"])
+            grammar.mask(ctypes.byref(array), candidates["id"], candidates["logit"])
             candidates["logit"][self._banned] = -np.inf
             if candidates["logit"].max() == -np.inf:  # llama.cpp would draw one of them nevertheless
                 return NOTHING
@@ -168,6 +173,20 @@ class Sampler:
         if not 0 <= array.selected < array.size:
             raise EngineError("llama.cpp's sampler chose no token.")
         return int(array.data[array.selected].id)
+
+    def _next_best(self, grammar: Grammar) -> int:
+        """The likeliest token that `grammar` allows, if it is among the likeliest N_NEXT_BEST of the last draw, whose
+        bias and penalties their logits carry: then none beyond them can be likelier. NOTHING if it is not."""
+        assert self._candidates is not None
+        n = min(N_NEXT_BEST, len(self._candidates))
+        best = np.sort(np.argpartition(self._candidates["logit"], -n)[-n:])
+        few = self._candidates[best]
+        array = self._lib.llama_token_data_array(
+            ctypes.cast(few.ctypes.data, self._lib.llama_token_data_p), n, -1, False
+        )
+        grammar.mask(ctypes.byref(array), few["id"], few["logit"])
+        i = int(few["logit"].argmax())
+        return NOTHING if few["logit"][i] == -np.inf else int(few["id"][i])
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Let the penalties see tokens that were not sampled here."""

@@ -10,6 +10,7 @@ from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
 from hybrid.schedule.budget import Budget, needed_vram
 from hybrid.schedule.cost import CostModel, longest_context
+from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVStrategy, Placement
 from hybrid.schedule.scheduler import KV_AVAILABLE, with_batch, with_threads
@@ -168,7 +169,7 @@ def tunable(
             return with_threads(chosen, spec, n_threads)
 
         def fits(placement: Placement) -> bool:
-            return budget.shortfall(ledger_of(spec, placement)) is None
+            return kv_refusal(spec, placement) is None and budget.shortfall(ledger_of(spec, placement)) is None
 
         splits = find_splits(spec).allowed
         beside = [k for k in splits if fits(at(k, "device"))]

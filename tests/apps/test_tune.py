@@ -131,6 +131,22 @@ def run_placement(model: Path, k: int) -> Placement:
     return Placement(device="cpu", n_gpu_layers=k, n_ctx=256, n_batch=128, n_ubatch=128)
 
 
+def test_where_the_kv_cache_lies_is_one_more_thing_to_try(model: Path, faked: Callable[..., Fake]) -> None:
+    with ModelFile(model) as file:
+        spec = read_spec(file)
+    limit = needed_vram(ledger_of(spec, run_placement(model, 6)))
+    faked(lambda p: 0.05 if p.kv == "device" else 0.02 - 0.001 * p.n_gpu_layers * (p.kv == "attend"))
+    report = run(model, vram_bytes=limit)
+    offloaded = [row.placement for row in report.rows if row.placement.kv != "device"]
+    assert {p.kv for p in offloaded} == {"stream", "attend", "tiered"}
+    assert min(p.n_gpu_layers for p in offloaded) > 6  # with as many layers the cache fits beside them
+    winner = report.rows[report.best or 0].placement
+    assert winner.kv == "attend"
+    assert "--kv attend" in report.command
+    tiered = next(p for p in offloaded if p.kv == "tiered")
+    assert f"--kv-budget {tiered.kv_budget}" in app.command("m", tiered)
+
+
 def test_a_condition_that_dies_is_a_record_and_the_rest_goes_on(model: Path, faked: Callable[..., Fake]) -> None:
     faked(inner, fails=lambda p: "crashed" if p.n_gpu_layers in (0, 4) else None)
     report = run(model, exhaustive=True)
@@ -217,6 +233,15 @@ def test_the_time_budget_ends_it(model: Path, faked: Callable[..., Fake]) -> Non
     report = run(model, budget_s=1e-9)
     assert len(fake.ran) == 1  # something has to be measured
     assert report.best is not None
+    assert any("time is up" in note for note in report.notes)
+    assert not any("time is up" in note for note in run(model).notes)
+
+
+def test_a_busy_machine_is_said(model: Path, faked: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    faked(inner)
+    for load, said in ((100.0, True), (0.0, False)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert any("busy" in note for note in run(model).notes) == said
 
 
 def test_thread_counts_are_tried_where_asked(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:

@@ -181,7 +181,7 @@ def test_bytes_on_both_sides_are_the_ledgers(strategy: str, dtype: KVDtype) -> N
     found = tiers(LAYERS, placement)
     assert cache.nbytes == sum(t.device * size for t, size in zip(found, rows, strict=True)) + between[0]
     assert cache.host_nbytes == sum(t.host * size for t, size in zip(found, rows, strict=True)) + between[1]
-    assert count.now == cache.nbytes
+    assert count.now == cache.nbytes  # an emulated device's bytes are told from the host's
 
 
 def test_a_trim_past_the_window_empties_the_sequence_and_no_other() -> None:

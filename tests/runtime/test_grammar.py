@@ -242,6 +242,26 @@ def test_masking_changes_nothing_for_tokens_the_grammar_allows(vocabulary: Vocab
         assert sampler.sample(logits) == NOTHING
 
 
+@pytest.mark.parametrize("text", ['root ::= "q"', "root ::= [a-f]", "root ::= [^a-z]", 'root ::= "\\n" | "he"'])
+def test_the_next_best_token_is_the_best_of_all_that_are_allowed(
+    vocabulary: Vocabulary, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, repeat_penalty=1.5, logit_bias={300: 3.0, 310: -3.0})
+    for seed in range(8):
+        logits = np.random.default_rng(seed).standard_normal(vocabulary.n_vocab).astype(np.float32)
+        found = []
+        for n in (0, 4, 64, 256):
+            monkeypatch.setattr("hybrid.runtime.sampling.N_NEXT_BEST", max(n, 1))
+            with (
+                closing(Grammar(text, vocabulary)) as grammar,
+                Sampler(params, vocabulary.n_vocab, grammar) as sampler,
+            ):
+                sampler._greedy = n > 0
+                sampler.accept([5, 6, 300])
+                found.append(sampler.sample(logits))
+        assert len(set(found)) == 1
+
+
 def test_the_converter_does_not_take_llama_cpps_log() -> None:
     code = (
         "import sys; from hybrid.runtime.grammar import schema_grammar; schema_grammar('{}'); "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybrid.errors import BadRequestError
 from hybrid.model.spec import ModelSpec
-from hybrid.schedule.budget import Budget, ram_margin
+from hybrid.schedule.budget import Budget, needed_vram, ram_margin
 from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, Placement
@@ -140,12 +140,12 @@ def test_the_output_head_moves_with_the_last_layer_and_the_embedding_stays() -> 
 def test_a_plan_that_only_moves_the_out_of_memory_is_refused() -> None:
     placement = Placement(device="cuda", n_gpu_layers=32, n_ctx=65536, kv="attend")
     ledger = ledger_of(LLAMA_3_8B, placement)
-    enough = Budget(vram_bytes=ledger.vram_bytes, ram_bytes=ledger.ram_bytes)
+    enough = Budget(vram_bytes=needed_vram(ledger), ram_bytes=ledger.ram_bytes)
     assert enough.shortfall(ledger) is None
     short = replace(enough, ram_bytes=ledger.ram_bytes - 1).shortfall(ledger)
     assert short is not None
     assert "RAM" in short
-    short = replace(enough, vram_bytes=ledger.vram_bytes - 1).shortfall(ledger)
+    short = replace(enough, vram_bytes=needed_vram(ledger) - 1).shortfall(ledger)
     assert short is not None
     assert "VRAM" in short
 

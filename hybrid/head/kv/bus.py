@@ -110,7 +110,8 @@ class Bus:
         """Zeros in host memory, pinned where the device is CUDA and the system allows it (else `notes` says so).
 
         Torch's own pinned memory comes in powers of two, up to twice what was asked for; registering ordinary memory
-        does not. Raises OutOfMemoryError.
+        does not. It is numpy's memory, so that whoever counts torch's bytes on an emulated device counts the device's.
+        Raises OutOfMemoryError.
         """
         n_bytes = dtype.itemsize
         for n in shape:

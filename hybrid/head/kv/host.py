@@ -61,7 +61,7 @@ class HostSide:
     def attend(self, layer: TieredLayer, stretches: Sequence[Stretch], q: Tensor, sinks: Tensor | None) -> Tensor:
         """Attention of a batch to what lies in host memory, on the caller's thread."""
         if sinks is not None and layer.spec.index not in self._sinks:
-            held = torch.empty(sinks.shape)
+            held = self.bus.host(tuple(sinks.shape), torch.float32)
             self.bus.to_host(held, sinks, self.bus.compute)
             self._sinks[layer.spec.index] = held
         out, _ = self._job(layer, stretches, q, None if sinks is None else self._sinks[layer.spec.index])()
