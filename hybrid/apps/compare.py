@@ -12,7 +12,7 @@ from pathlib import Path
 from hybrid.apps.compare_modes import ALONE, Mode, chosen_modes
 from hybrid.apps.compare_verdict import verdict
 from hybrid.apps.runner import run_trial
-from hybrid.apps.tune import EMULATED, prompt_tokens
+from hybrid.apps.tune import EMULATED, busy, prompt_tokens
 from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
@@ -171,6 +171,7 @@ class _Session:
         return tokens
 
     def _note(self) -> None:
+        self.notes += busy()
         if self.device == "cpu" and any(mode.n_gpu_layers for mode in self.modes):
             self.notes.append(EMULATED)
             if self.limit is None:
