@@ -97,7 +97,7 @@ class _Session:
         self.placements = self._placements()
         self.records = [r for r in profile.records if self._counts(r)]
         reused = len(self.records)
-        self._say_if_busy()
+        self.notes += busy()
         try:
             self.model = self._cost_model(profile.rates.get(self.device.partition(":")[0]))
             if request.exhaustive:
@@ -176,16 +176,6 @@ class _Session:
         rates = fit(self.spec, machine, prior, measured)
         self.store.add(rates={self.device.partition(":")[0]: rates})
         return CostModel(self.spec, machine, rates)
-
-    def _say_if_busy(self) -> None:
-        """Other programs' work shows in every figure."""
-        with suppress(OSError):
-            load = os.getloadavg()[0]
-            if load > BUSY * usable_cores():
-                self.notes.append(
-                    f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
-                    "what is measured now may not hold when they are done."
-                )
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
@@ -377,6 +367,18 @@ def command(name: str, p: Placement) -> str:
     if p.n_threads_tail != usable_cores():
         words += ["-t", str(p.n_threads_tail)]
     return shlex.join(words)
+
+
+def busy() -> list[str]:
+    """A sentence where other programs' work will show in every figure."""
+    with suppress(OSError):
+        load = os.getloadavg()[0]
+        if load > BUSY * usable_cores():
+            return [
+                f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
+                "what is measured now may not hold when they are done."
+            ]
+    return []
 
 
 def prompt_tokens(n: int, n_vocab: int) -> tuple[int, ...]:

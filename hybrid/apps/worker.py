@@ -66,12 +66,15 @@ def run_condition(condition: Condition, say: Say) -> dict[str, Any]:
             warmup_s = time.perf_counter() - start
             ttft_s = [_prefill(engine, condition) for _ in range(condition.prefills)]
             say("decode")
+            before = _moved(engine)
             tokens, decode_s, decode_warmup_s = _decode(engine, condition)
+            moved = _moved(engine) - before
             return {
                 "load_s": load_s,
                 "warmup_s": warmup_s + decode_warmup_s,
                 "ttft_s": ttft_s,
                 "decode_s": decode_s,
+                "moved_bytes": moved / len(tokens) if decode_s and engine.head is not None else None,
                 "tokens": tokens,
                 "memory": asdict(peak_memory(engine)),
                 "versions": versions(engine),
@@ -158,6 +161,14 @@ def _step(engine: Engine, tokens: list[int]) -> None:
         engine.complete(engine.begin({seq: [token] for seq, token in enumerate(tokens)}))
 
 
+def _moved(engine: Engine) -> int:
+    """Bytes that have crossed the bus for the head's KV cache so far."""
+    if engine.head is None:
+        return 0
+    moved = engine.head.cache.moved
+    return moved.to_device + moved.to_host
+
+
 def _empty(engine: Engine) -> None:
     for seq in range(engine.placement.n_sequences):
         engine.trim(0, seq)
@@ -175,12 +186,18 @@ def peak_memory(engine: Engine) -> PeakMemory:
 
             device = torch.cuda.max_memory_allocated()
             reserved = torch.cuda.max_memory_reserved()
-        if kind == "cuda":
-            users = [user for gpu in nvidia_gpus() for user in gpu.users if user.pid == os.getpid()]
-            tool = sum(user.n_bytes or 0 for user in users) or None
+        tool = _driver_bytes() if kind == "cuda" else None
+    elif engine.placement.llama_gpu_layers:
+        tool = _driver_bytes()
     return PeakMemory(
         device_bytes=device, device_reserved_bytes=reserved, device_tool_bytes=tool, host_bytes=_peak_resident()
     )
+
+
+def _driver_bytes() -> int | None:
+    """What the GPU's driver says that this process holds now; None where it does not say."""
+    users = [user for gpu in nvidia_gpus() for user in gpu.users if user.pid == os.getpid()]
+    return sum(user.n_bytes or 0 for user in users) or None
 
 
 def _peak_resident() -> int:

@@ -25,6 +25,7 @@ COMMANDS = {
     "models": "List and download small models.",
     "plan": "Show what fits and what it would cost.",
     "tune": "Measure which split is quickest here.",
+    "compare": "Compare splits, KV caches and llama.cpp alone, measured here.",
     "machine": "Show this computer's memories and how fast they are.",
 }
 """Each is `command` in the module of its name; imported when called, so that `--help` costs nothing."""

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hybrid.cli import INTERRUPTED
+from hybrid.cli.measuring import measuring
 from hybrid.cli.options import json_option, model_argument
 from hybrid.cli.units import Bytes, Seconds
 from hybrid.schedule.placement import KV_DTYPES
 
 if TYPE_CHECKING:
-    from hybrid.apps.tune import OnProgress
     from hybrid.report.tuning import Row, TuneReport
 
 OBJECTIVES = {"latency": "tok/s", "ttft": "TTFT", "throughput": "tok/s"}
@@ -74,7 +72,17 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
 
         check_plot(plot)
     request, name = TuneRequest(**options), model or DEFAULT_MODEL
-    with _progress(request.budget_s) as on_progress:
+    ends = time.monotonic() + request.budget_s
+
+    def left() -> str:
+        seconds = ends - time.monotonic()
+        return f"at most {seconds:.0f} s left" if seconds > 0 else "finishing"
+
+    with measuring(left) as show:
+
+        def on_progress(what: str, spent: float, left: float) -> None:
+            show(what, spent / max(spent + left, 1e-9))
+
         report = tune(resolve_model(model), request, name=name, on_progress=on_progress)
     if plot is not None:
         from hybrid.report.plot import plot_tuning
@@ -86,36 +94,6 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
         _print(report)
     if report.interrupted:
         sys.exit(INTERRUPTED)
-
-
-@contextmanager
-def _progress(budget_s: float) -> Iterator[OnProgress]:
-    """A bar of the time budget on stderr, with what is done and the time left; nothing where it is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.text import Text
-
-    console, ends = Console(stderr=True, highlight=False), time.monotonic() + budget_s
-    if not console.is_terminal:
-        yield lambda what, spent, left: None
-        return
-
-    class Left(ProgressColumn):
-        """Seconds until the budget is spent, as they pass."""
-
-        max_refresh = 0.5
-
-        def render(self, task: Task) -> Text:
-            left = ends - time.monotonic()
-            return Text(f"at most {left:.0f} s left" if left > 0 else "finishing")
-
-    with Progress(TextColumn("{task.description}"), BarColumn(), Left(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-
-        def show(what: str, spent: float, left: float) -> None:
-            bar.update(task, description=what, completed=spent / max(spent + left, 1e-9))
-
-        yield show
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

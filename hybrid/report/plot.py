@@ -21,12 +21,12 @@ def check_plot(path: Path) -> None:
         raise BadRequestError(f"A plot is one of {', '.join(FORMATS)} by its name, which {path.name} is not.")
     if not path.absolute().parent.is_dir():
         raise BadRequestError(f"There is no folder {path.absolute().parent} to put the plot into.")
-    _pyplot()
+    pyplot()
 
 
 def plot_tuning(report: TuneReport, path: Path) -> None:
     """Speed and memory over the layers on the device, with the budget's line; written whole or not at all."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (speed, memory) = plt.subplots(
         2, 1, sharex=True, figsize=(8, 7), height_ratios=(3, 2), layout="constrained"
     )
@@ -34,13 +34,18 @@ def plot_tuning(report: TuneReport, path: Path) -> None:
     _draw_memory(memory, report)
     emulated = " (the GPU is emulated on the CPU)" if report.emulated else ""
     figure.suptitle(f"{Path(report.model).name}, {report.request.n_ctx} tokens of context{emulated}")
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure whole or not at all, and forget it."""
     temporary = path.with_name(f".{path.name}.part{path.suffix}")
     try:
         figure.savefig(temporary, dpi=120)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-        plt.close(figure)
+        pyplot().close(figure)
 
 
 def _draw_speed(axes: Any, report: TuneReport) -> None:
@@ -116,7 +121,8 @@ def _curves(report: TuneReport) -> Iterator[tuple[str, str, list[Row]]]:
         yield f"C{number}", key, sorted(rows, key=lambda row: row.placement.n_gpu_layers)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib.pyplot, drawing into files. Raises UnsupportedError where it is not installed."""
     try:
         import matplotlib
     except ImportError as e:

@@ -91,6 +91,11 @@ class Trial:
     """Seconds until the prompt of every sequence is evaluated and its first token drawn, one a prefill."""
     decode_s: tuple[float, ...] = ()
     """Seconds a step (a token of every sequence), one a repeat."""
+    launch_s: float | None = None
+    """Of a step, the seconds in which the device waits for its host to launch work. None: nothing here measures it."""
+    moved_bytes: float | None = None
+    """K and V, queries and results that a step of decode moved between the device and host memory, both ways, as the
+    copies counted them; None where there is no head. What is moved is not what is saved."""
     tokens: tuple[int, ...] = ()
     """What the first sequence really made, greedily, warm-up included."""
     memory: PeakMemory | None = None
@@ -136,6 +141,11 @@ class Trial:
         facts = asdict(self)
         speeds = {"decode_tok_per_s": self.decode_tok_per_s, "prefill_tok_per_s": self.prefill_tok_per_s}
         return facts | speeds | {"emulated": self.emulated}
+
+    def to_short_dict(self) -> dict[str, Any]:
+        """The same, with the prompt's length in place of the prompt."""
+        facts = self.to_dict()
+        return {**facts, "condition": {**facts["condition"], "prompt": self.condition.depth}}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Trial:

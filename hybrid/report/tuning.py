@@ -117,13 +117,8 @@ class TuneReport:
             "command": self.command,
             "noise": self.noise,
             "reused": self.reused,
-            "trials": [_short(trial) for trial in self.trials],
+            "trials": [trial.to_short_dict() for trial in self.trials],
             "notes": list(self.notes),
             "interrupted": self.interrupted,
             "elapsed_s": self.elapsed_s,
         }
-
-
-def _short(trial: Trial) -> dict[str, Any]:
-    facts = trial.to_dict()
-    return {**facts, "condition": {**facts["condition"], "prompt": len(trial.condition.prompt)}}

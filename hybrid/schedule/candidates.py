@@ -140,11 +140,11 @@ def _placements(
         yield at(k, "device")
     heads = sorted((k for k in splits if k > 0), reverse=True)
     for kv in OFFLOADED if heads else ():
-        tried = (_offloaded(spec, at(k, kv), budget) for k in heads)
+        tried = (with_kv_left(spec, at(k, kv), budget) for k in heads)
         yield next((placement for placement in tried if placement is not None), at(heads[0], kv))
 
 
-def _offloaded(spec: ModelSpec, placement: Placement, budget: Budget) -> Placement | None:
+def with_kv_left(spec: ModelSpec, placement: Placement, budget: Budget) -> Placement | None:
     """The placement, with what VRAM it leaves as the budget of `tiered`; None where it does not fit."""
     if budget.vram_bytes is None:
         return placement
@@ -176,7 +176,7 @@ def tunable(
         found += [at(k, "device") for k in beside]
         for kv in OFFLOADED:
             if kv in KV_AVAILABLE:
-                more = (_offloaded(spec, at(k, kv), budget) for k in splits if k > max(beside, default=0))
+                more = (with_kv_left(spec, at(k, kv), budget) for k in splits if k > max(beside, default=0))
                 found += [placement for placement in more if placement is not None and fits(placement)]
     return found
 
