@@ -125,8 +125,9 @@ def _print(report: CompareReport) -> None:
     request = report.request
     console.print(report.model, markup=False)
     limit = "" if report.vram_bytes is None else f", {_size(report.vram_bytes)} of VRAM"
+    times = "once" if request.repeats == 1 else f"{request.repeats} times"
     console.print(
-        f"{report.device}{limit}; {request.n_decode} tokens a run, greedily, {request.repeats} runs of everything; "
+        f"{report.device}{limit}; {request.n_decode} tokens a run, greedily; everything {times}; "
         f"prompts in chunks of {request.n_batch}",
         markup=False,
     )
