@@ -147,7 +147,7 @@ def test_an_identity_names_the_versions_that_matter(tmp_path: Path) -> None:
 
     with ModelFile(write_tiny(tmp_path / "a.gguf", n_layers=2)) as file:
         versions = identify(file).versions
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not every wheel names its build
     assert versions["llama_cpp"] == LLAMA_CPP_PYTHON
 
 
