@@ -20,7 +20,11 @@ from hybrid.schedule.placement import KV_DTYPES
 @click.option(
     "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
 )
-@click.option("--verify", is_flag=True, help="Run llama.cpp alone and a split on a few tokens, and compare them.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Run llama.cpp alone and a split on a few tokens, and compare them. Takes a minute or so.",
+)
 @click.option(
     "-ngl",
     "--n-gpu-layers",

@@ -46,7 +46,7 @@ _count = click.IntRange(min=1)
 
 model_argument = click.argument("model", required=False, metavar="[MODEL]")
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 placement_options = _all(
     click.option(

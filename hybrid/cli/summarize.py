@@ -53,7 +53,7 @@ STRATEGIES
 \b
 WHAT IS READ
   Text, Markdown, HTML, EPUB, subtitles (srt, vtt), and with
-  pip install "hybrid-gguf[documents]" PDF and DOCX. Encodings are detected;
+  pip install pypdf python-docx  PDF and DOCX. Encodings are detected;
   bytes that cannot be read are replaced by U+FFFD and counted on stderr.
   Every token of a document is read: the report on stderr counts them, and a
   run that did not read all of them is an error. Empty summaries, and ones that

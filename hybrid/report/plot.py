@@ -127,7 +127,7 @@ def pyplot() -> Any:
         import matplotlib
     except ImportError as e:
         raise UnsupportedError(
-            "Plots need matplotlib, which is not installed; install it with: pip install 'hybrid-gguf[plot]'"
+            "Plots need matplotlib, which is not installed; install it with: pip install matplotlib"
         ) from e
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

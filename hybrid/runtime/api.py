@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -189,6 +190,9 @@ class Hybrid(LlamaAPI):
             if not auto or not fewer:
                 raise
             self._notes.append(f"{k} layers did not fit after all, {fewer[-1]} are tried ({e})")
+        gc.collect()  # the exception, the frames it has seen and what they hold refer to each other
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.cuda.empty_cache()
         fixed = replace(request, n_gpu_layers=fewer[-1], device=chosen.placement.device, n_ctx=chosen.placement.n_ctx)
         return self._open(spec, replace(plan(spec, fixed), notes=()), request, auto)
 
@@ -510,10 +514,11 @@ class Hybrid(LlamaAPI):
             on_prefill=self._told_prefill(),
         )
         result.append(completion)
-        self._remember(completion)
+        if not (options.grammar or options.edit_logits or options.is_over or options.on_token):
+            self._remember(completion)
 
     def _remember(self, completion: Completion) -> None:
-        """Add the speed to the profile, so that `auto` rests on what was measured."""
+        """Add the speed, where it is the placement's alone, to the profile: `auto` rests on what was measured."""
         record = record_of(completion)
         if record is not None:
             self._store.add(record)

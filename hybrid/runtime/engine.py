@@ -206,10 +206,7 @@ class Engine:
             else:
                 self._pipeline(chunks, finish, progress or (lambda n: None))
         except BaseException:
-            self._wait_until_idle()
-            if self._boundary is not None:
-                self._boundary.reset()
-            self.trim(len(held), seq)  # the halves may hold more than both have finished
+            self.abandon()
             raise
         return np.concatenate(rows) if outputs == "all" else None
 
@@ -227,7 +224,16 @@ class Engine:
                     f"{self.placement.n_ctx} tokens."
                 )
         chunk = _mixed(rows, [len(self._tokens[seq]) for seq in rows])
-        front = None if self.head is None else self._head_thread.submit(lambda: self._front(chunk))
+
+        def work() -> Parcel | Logits | None:
+            assert self.head is not None
+            self.head.cache.alone = alone or self.tail is None
+            try:
+                return self._front(chunk)
+            finally:
+                self.head.cache.alone = True
+
+        front = None if self.head is None else self._head_thread.submit(work)
         return Step(rows, chunk, front, alone)
 
     def complete(self, step: Step) -> None:
@@ -451,9 +457,10 @@ class Engine:
             if k > 0:
                 jobs.append(begin(self._head_thread, self._load_head, "head"))
             jobs.append(begin(self._tail_thread, self._load_tail if k < n_layers else self._load_vocabulary, "tail"))
-            wait_all(jobs)
+            for job in jobs:
+                job.wait()
         except BaseException:
-            self._stopping = True
+            self._stopping = True  # Ctrl-C: `close` waits until both have seen it
             raise
         for job in sorted(jobs, key=lambda job: isinstance(job.error, Cancelled)):  # the cause before its effect
             job.result()

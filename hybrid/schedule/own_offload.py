@@ -7,6 +7,7 @@ architectures that our head does not know. Its VRAM is llama.cpp's business: no 
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.spec import ModelSpec
@@ -18,8 +19,8 @@ from hybrid.schedule.placement import ENGINES, Placement
 
 NOT_BUILT = (
     "This llama-cpp-python was built without a GPU, so llama.cpp can keep no layers there; use -ngl 0 or another "
-    "--engine, or build it anew: CMAKE_ARGS=-DGGML_CUDA=on pip install --force-reinstall --no-binary :all: "
-    "llama-cpp-python"
+    "--engine, or build it anew, with the CUDA toolkit: CMAKE_ARGS=-DGGML_CUDA=on pip install --no-deps --no-cache-dir "
+    "--force-reinstall --no-binary llama-cpp-python llama-cpp-python=={version}"
 )
 
 
@@ -44,7 +45,7 @@ def asked_layers(asked: int | str, spec: ModelSpec) -> int:
     if layers == 0:
         return 0
     if not supports_offload():
-        raise UnsupportedError(NOT_BUILT + ".")
+        raise UnsupportedError(NOT_BUILT.format(version=version("llama-cpp-python")) + ".")
     return layers if layers < spec.n_layers else spec.n_layers + 1
 
 

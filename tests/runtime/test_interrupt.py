@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from hybrid import Hybrid
+from hybrid.errors import Cancelled
 from hybrid.runtime.curve import BatchCurve
+from hybrid.runtime.engine import Engine
 
 MOMENTS = 60
 
@@ -64,6 +67,24 @@ def interrupt_all_the_way(model: Hybrid, work: Callable[[], object], check: Call
             interruptions.append(interruption)  # its traceback keeps what was under way alive
         assert check() == expected, f"interrupted at moment {moment} of {MOMENTS}"
     assert len(interruptions) > 20
+
+
+@pytest.mark.parametrize("part", ["_load_head", "_load_tail"])
+def test_an_interrupted_load_stops_both_halves(part: str, llama_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A half that takes for ever to load ends all the same: it is told to, before it is waited for."""
+    polls = 0
+
+    def never_done(engine: Engine, progress: object) -> None:
+        nonlocal polls
+        while not engine._stopping:
+            polls += 1
+            threading.Event().wait(0.001)
+        raise Cancelled("stopped")
+
+    monkeypatch.setattr(Engine, part, never_done)
+    with pytest.raises(KeyboardInterrupt), interrupted_after(0.3):
+        Hybrid(llama_f32, n_gpu_layers=2, device="cpu", n_ctx=64, n_threads=1)
+    assert polls > 0
 
 
 @contextmanager

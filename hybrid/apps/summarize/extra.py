@@ -1,4 +1,4 @@
-"""Readers that are installed only with `pip install "hybrid-gguf[documents]"`."""
+"""Readers that are installed only with the extra `documents`."""
 
 from __future__ import annotations
 
