@@ -27,12 +27,13 @@ def ollama_model(name: str) -> Path:
     match = _OLLAMA.fullmatch(name)
     if match is None or any(part in (".", "..") for part in match.groups()):
         raise BadRequestError(f"ollama:{name} is not a model's name; write ollama:NAME or ollama:NAME:TAG.")
-    folders = [folder for folder in _ollama_folders() if folder.is_dir()]
+    # os.path: a folder of Ollama's service that others may not enter is not there for them; pathlib would raise.
+    folders = [folder for folder in _ollama_folders() if os.path.isdir(folder)]
     for folder in folders:
         for manifests, host in _MANIFESTS:
             space = Path(manifests, match["host"] or host, match["space"] or "library")
             manifest = folder / space / match["name"] / (match["tag"] or "latest")
-            if manifest.is_file():
+            if os.path.isfile(manifest):
                 return _blob(folder, manifest, name)
     if not folders:
         raise BadRequestError("No models of Ollama are on this machine (OLLAMA_MODELS says where they are).")
@@ -70,7 +71,8 @@ def _blob(folder: Path, manifest: Path, name: str) -> Path:
         raise BadRequestError(f"{manifest} is not a manifest of Ollama's with one model file.")
     blob = folder / "blobs" / digests[0].replace(":", "-")
     if not os.access(blob, os.R_OK):
-        why = "may not be read by this user" if blob.exists() else "is missing; fetch it again: ollama pull " + name
+        lost = os.access(blob.parent, os.X_OK) and not os.path.exists(blob)
+        why = "is missing; fetch it again: ollama pull " + name if lost else "may not be read by this user"
         raise BadRequestError(f"The file of the Ollama model {name}, {blob}, {why}.")
     return blob
 
