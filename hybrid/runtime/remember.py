@@ -10,9 +10,8 @@ LEAST_DECODED, LEAST_PROMPT = 16, 64
 
 
 def record_of(completion: Completion) -> Record | None:
-    """Its speeds; None where too few tokens were made and read, or the model was loaded for several sequences at a time,
-    of which this was one. A prompt counts only if none of it was reused, for its
-    seconds depend on the depth it begins at."""
+    """Its speeds; None where too few tokens were made and read, or the model was loaded for several sequences, of which
+    this was one. A prompt counts only if none of it was reused, for its seconds depend on the depth it begins at."""
     if completion.placement.n_sequences > 1:
         return None
     speed, n = completion.timings, len(completion.tokens)
