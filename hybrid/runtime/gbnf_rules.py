@@ -1,4 +1,4 @@
-"""A grammar's rules, and whether one of them begins with itself.
+"""A grammar's rules, and whether one of them begins with itself or leads nowhere.
 
 llama.cpp reads from left to right with a stack. A rule that begins with itself and goes on after that makes the stack
 grow for ever; llama.cpp looks for such rules, but overlooks those behind a rule that may be empty only through others.
@@ -7,6 +7,7 @@ grow for ever; llama.cpp looks for such rules, but overlooks those behind a rule
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybrid.errors import BadRequestError
@@ -59,22 +60,42 @@ def check_recursion(rules: Rules) -> None:
                 raise BadRequestError(
                     f"The grammar's rule `{name.partition('_')[0]}` begins with too many other rules for llama.cpp."
                 )
+    for name in sorted(rules.keys() - empty - _may_begin(rules, empty)):
+        raise BadRequestError(
+            f"The grammar's rule `{name.partition('_')[0]}` leads to nothing but itself: no text can follow it."
+        )
 
 
 def _may_be_empty(rules: Rules) -> set[str]:
     """The rules that may match nothing."""
+    return _grown(rules, lambda sequence, empty: all(s.is_empty or s.name in empty for s in sequence))
+
+
+def _may_begin(rules: Rules, empty: set[str]) -> set[str]:
+    """The rules that may begin with something to match. llama.cpp ends the process at one that neither does nor may be
+    empty, such as `a ::= b a`, `b ::= ""`: it has nowhere to go on."""
+
+    def begins(sequence: list[Symbol], known: set[str]) -> bool:
+        first = next((s for s in sequence if not s.is_empty and (s.name not in empty or s.name in known)), None)
+        return first is not None and (not first.name or first.name in known)
+
+    return _grown(rules, begins)
+
+
+def _grown(rules: Rules, holds: Callable[[list[Symbol], set[str]], bool]) -> set[str]:
+    """The fewest rules such that `holds` of an alternative, given them, only for those of them."""
     users: dict[str, set[str]] = defaultdict(set)
     for name, alternatives in rules.items():
         for symbol in (symbol for sequence in alternatives for symbol in sequence):
             users[symbol.name].add(name)
-    empty: set[str] = set()
+    found: set[str] = set()
     todo = list(rules)
     while todo:
         name = todo.pop()
-        if name not in empty and any(all(s.is_empty or s.name in empty for s in seq) for seq in rules[name]):
-            empty.add(name)
+        if name not in found and any(holds(sequence, found) for sequence in rules[name]):
+            found.add(name)
             todo += users[name]
-    return empty
+    return found
 
 
 def _beginnings(alternatives: list[list[Symbol]], empty: set[str]) -> list[tuple[str, bool]]:
