@@ -81,7 +81,7 @@ def models_dir() -> Path:
     """Where pulled models live: $HYBRID_MODELS, else the user's data directory."""
     override = os.environ.get("HYBRID_MODELS")
     if override:
-        return Path(override).expanduser()
+        return Path(os.path.expanduser(override))
     import platformdirs
 
     return Path(platformdirs.user_data_dir("hybrid")) / "models"
@@ -119,7 +119,7 @@ def resolve_model(name_or_path: str | Path | None) -> Path:
         if not entry.pulled:
             raise BadRequestError(f"{entry.name} is not on this machine yet; fetch it: hybrid models pull {entry.name}")
         return entry.path
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))  # which leaves `~nobody` as it is; pathlib raises
     looks_like_path = isinstance(name_or_path, Path) or path.suffix == ".gguf" or os.sep in name_or_path
     if not looks_like_path and not path.exists():
         raise BadRequestError(

@@ -45,7 +45,7 @@ def ollama_model(name: str) -> Path:
 def _ollama_folders() -> list[Path]:
     own = os.environ.get("OLLAMA_MODELS")
     if own:
-        return [Path(own).expanduser()]
+        return [Path(os.path.expanduser(own))]
     return [Path.home() / ".ollama/models", *map(Path, ("/usr/share/ollama/.ollama/models", "/var/lib/ollama/models"))]
 
 

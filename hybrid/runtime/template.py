@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -137,7 +138,7 @@ def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str =
         name, text = "The text", choice
     else:
         try:
-            text = Path(choice).expanduser().read_bytes().decode("utf-8-sig")
+            text = Path(os.path.expanduser(choice)).read_bytes().decode("utf-8-sig")
         except FileNotFoundError:
             known = ", ".join(builtin_names())
             raise BadRequestError(f"{name} is neither a file nor a chat template llama.cpp knows: {known}.") from None

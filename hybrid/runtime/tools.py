@@ -36,7 +36,11 @@ def wanted_form(
         return Form(schema_grammar(function.get("parameters") or {"type": "object"}), function["name"])
     if response_format is None:
         return Form()
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if not isinstance(response_format, Mapping):
+        raise BadRequestError(
+            f'response_format is an object such as {{"type": "json_object"}}, not {response_format!r:.40}.'
+        )
+    kind = response_format.get("type")
     if kind == "text":
         return Form()
     if kind == "json_object":

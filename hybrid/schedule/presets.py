@@ -27,7 +27,7 @@ def assumed_machine(name_or_file: str) -> Machine:
     presets = preset_tables()
     if name_or_file in presets and name_or_file != "default":
         return _machine(name_or_file, presets[name_or_file])
-    path = Path(name_or_file).expanduser()
+    path = Path(os.path.expanduser(name_or_file))
     if path.suffix != ".toml" and os.sep not in name_or_file:
         raise BadRequestError(
             f"There is no machine {name_or_file!r}; there are {', '.join(preset_names())}, or a file.toml."

@@ -115,7 +115,7 @@ def plan(spec: ModelSpec, request: Request, profile: Profile | None = None) -> P
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
         notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
-    if layers == 0 and kv != "device":
+    if layers == own == 0 and kv != "device":
         notes.append(f"Without layers on the GPU --kv {kv} changes nothing: llama.cpp has the whole KV cache in RAM.")
     placement = with_kv_budget(with_threads(base, spec, cores), spec, request, notes)
     if refusal := kv_refusal(spec, placement):
