@@ -37,6 +37,11 @@ class Grammar:
         tokens = check_grammar(text)
         for token in tokens:
             _check_token(token, vocabulary)
+        if tokens:
+            raise BadRequestError(
+                f"The grammar names the token {tokens[0]}: llama.cpp would end the process where another token's text "
+                "reaches beyond what precedes it. Write the text instead."
+            )
         lib = self._lib = llama_cpp()
         self._vocabulary = vocabulary
         log = LogMark()
@@ -45,9 +50,8 @@ class Grammar:
             raise BadRequestError(str(log.error("take the grammar")))
         self._one = (lib.llama_token_data * 1)()
         self._one_array = lib.llama_token_data_array(self._one, 1, -1, False)
-        # To llama.cpp a control token is the text that spells it; in our output it is nothing. A grammar that speaks of
-        # tokens means them.
-        self._unseen = frozenset() if tokens else _unseen(vocabulary)
+        # To llama.cpp a control token is the text that spells it; in our output it is nothing.
+        self._unseen = _unseen(vocabulary)
         self._unseen_ids = np.array(sorted(self._unseen), np.int32)
 
     def allows(self, token: int) -> bool:

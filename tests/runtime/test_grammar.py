@@ -88,9 +88,6 @@ def test_a_control_token_is_not_the_text_that_spells_it(model: Hybrid) -> None:
     done = model.generate(PROMPT, grammar='root ::= "<|user|>"', logit_bias={token: 1000.0}, temperature=0)
     assert done == "<|user|>"
     assert token not in done.tokens
-    meant = model.generate(PROMPT, grammar='root ::= <|user|> "x"', temperature=0)
-    assert meant.tokens[0] == token
-    assert meant == "x"
 
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -140,6 +137,7 @@ def test_json_is_valid_and_of_the_schema(model: Hybrid, schema: dict[str, Any]) 
         ('root ::= "' + "a" * 10_000 + '"{0,2000}', "too large"),
         ("root ::= <no such token>", "vocabulary does not have"),
         ("root ::= <[999999]>", "999999"),
+        ('root ::= "A" !<[3]>*', "names the token"),
         ('root ::= "\x00"', "no text"),
         ('root ::= "x"' + " " * (1 << 20), "KiB"),
     ],
@@ -158,7 +156,7 @@ def test_what_llama_cpp_would_not_survive_is_one_sentence(vocabulary: Vocabulary
         'root ::= (ws)* "a"\nws ::= " "?',
         'root ::= "a" |\n "b" # or\n',
         'root ::= (\n"a"\n|\n"b")+ # c\n',
-        'root ::= "a"{2}{3} [^a-z\\]]? . <[3]> !<[4]> [a-] [-a] [^] []',
+        'root ::= "a"{2}{3} [^a-z\\]]? . [a-] [-a] [^] []',
         'root ::= "a" root | "b"',
         'root ::= "\\x41\\u00e9\\U0001F600\\t" "é"\r\nb ::= root',
     ],
