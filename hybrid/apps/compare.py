@@ -14,11 +14,11 @@ from hybrid.apps.compare_verdict import verdict
 from hybrid.apps.runner import run_trial
 from hybrid.apps.tune import EMULATED, busy, prompt_tokens
 from hybrid.errors import BadRequestError
+from hybrid.files import write_atomically
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.splits import find_splits
 from hybrid.report.comparing import CompareReport, CompareRequest, CompareRow, Limit, Setting, compared
-from hybrid.report.files import write_atomically
 from hybrid.report.trial import Condition, Failure, Trial
 from hybrid.schedule.budget import Budget, mib, needed_vram, ram_budget
 from hybrid.schedule.kv_checks import kv_refusal

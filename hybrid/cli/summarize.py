@@ -13,7 +13,7 @@ import click
 
 from hybrid.cli.options import PLACEMENT, json_option, pick, placement_options
 from hybrid.errors import BadRequestError
-from hybrid.report.files import write_atomically
+from hybrid.files import write_atomically
 
 if TYPE_CHECKING:
     from hybrid import Hybrid, Summary

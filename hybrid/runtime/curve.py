@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid.files import replacing
 from hybrid.runtime.engine import Engine
 from hybrid.schedule import facts
 from hybrid.schedule.machine_store import cache_dir
@@ -142,12 +141,5 @@ def _keep(path: Path, curve: BatchCurve) -> None:
     """Write it whole or not at all; a cache that cannot be written costs only the next start."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(prefix=".batch-", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w") as f:
-                json.dump(curve.to_dict(), f)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(path) as file:
+            json.dump(curve.to_dict(), file)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hybrid.files import replacing
 from hybrid.schedule import facts
 from hybrid.schedule.machine import Cpu, Gpu, Machine, Memory
 
@@ -74,15 +73,8 @@ def save(machine: Machine, cache: Path, key: str) -> None:
     """Write the machine whole or not at all."""
     with suppress(OSError):
         cache.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=".machine-", dir=cache)
-        try:
-            with os.fdopen(fd, "w") as file:
-                json.dump({"version": VERSION, "machine": machine.to_dict()}, file, indent=2)
-            os.replace(temporary, cache / f"machine-{key}.json")
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(cache / f"machine-{key}.json") as file:
+            json.dump({"version": VERSION, "machine": machine.to_dict()}, file, indent=2)
 
 
 def _load(cache: Path, key: str) -> Machine | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from hybrid.files import replacing
 from hybrid.schedule.identity import Identity
 from hybrid.schedule.machine_store import cache_dir
 from hybrid.schedule.placement import Placement
@@ -121,7 +121,6 @@ class ProfileStore:
             self._write(_youngest([*before.records, *records]), {**before.rates, **(rates or {})})
 
     def _write(self, records: Iterable[Record], rates: Mapping[str, Coefficients]) -> None:
-        """The file whole or not at all."""
         stored = {
             "version": VERSION,
             "versions": dict(self.identity.versions),
@@ -130,15 +129,8 @@ class ProfileStore:
             "rates": {device: asdict(one) for device, one in rates.items()},
             "records": [asdict(record) for record in records],
         }
-        fd, temporary = tempfile.mkstemp(prefix=".profile-", dir=self.path.parent)
-        try:
-            with os.fdopen(fd, "w") as file:
-                json.dump(stored, file)
-            os.replace(temporary, self.path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(self.path) as file:
+            json.dump(stored, file)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import struct
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.errors import BadFileError
+from hybrid.files import replacing
 from hybrid.model.ggml_types import GGML_TYPES
 
 UINT32, FLOAT32, BOOL, ARRAY = 4, 6, 7, 9
@@ -85,25 +84,18 @@ class VirtualGGUF:
         path = Path(path)
         total = sum(t.n_bytes for t in self.tensors) or 1
         done = 0
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(fd, "wb") as out:
-                out.write(self.header())
-                for t in self.tensors:
-                    start = out.tell()
-                    for piece in _pieces(t.data):
-                        out.write(piece)
-                        if progress is not None:
-                            progress((done + out.tell() - start) / total)
-                    if out.tell() - start != t.n_bytes:
-                        raise BadFileError(f"The data of tensor {t.name} is not {t.n_bytes} bytes long.")
-                    done += t.n_bytes
-                    out.write(bytes(self._padded(t.n_bytes) - t.n_bytes))
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with replacing(path, "wb") as out:
+            out.write(self.header())
+            for t in self.tensors:
+                start = out.tell()
+                for piece in _pieces(t.data):
+                    out.write(piece)
+                    if progress is not None:
+                        progress((done + out.tell() - start) / total)
+                if out.tell() - start != t.n_bytes:
+                    raise BadFileError(f"The data of tensor {t.name} is not {t.n_bytes} bytes long.")
+                done += t.n_bytes
+                out.write(bytes(self._padded(t.n_bytes) - t.n_bytes))
         return path
 
     def _padded(self, n: int) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from hybrid.apps.summarize.progress import Progress
 from hybrid.cli.summarize_bar import clock, line_of
-from hybrid.report.files import write_atomically
+from hybrid.files import write_atomically
 from tests.apps.files import pdf
 from tests.cli.conftest import HYBRID, Run
 from tests.tiny import write_tiny
