@@ -9,21 +9,18 @@ import torch
 from torch import Tensor
 
 from hybrid.head.attention import Keys, attend
-from hybrid.head.kv.layer import LayerKV, Stretch
-from hybrid.head.kv.ring import Ring, Rows
+from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch
+from hybrid.head.kv.ring import Ring
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
 
-class DeviceLayer(LayerKV):
+class DeviceLayer(RingLayer):
     """Everything is allocated at the start; nothing grows later."""
 
     def __init__(self, spec: LayerSpec, placement: Placement, device: torch.device) -> None:
-        super().__init__(spec, placement)
         empty = partial(torch.zeros, device=device)
-        self.ring = Ring(
-            spec, self.format, placement.n_sequences, self.capacity, lambda shape, dtype: empty(shape, dtype=dtype)
-        )
+        super().__init__(spec, placement, lambda shape, dtype: empty(shape, dtype=dtype))
 
     def step(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """See `LayerKV.step`."""
@@ -34,18 +31,6 @@ class DeviceLayer(LayerKV):
             self.ring.write(stretch.seq, stretch.p0, self.format.encode(k[rows]), self.format.encode(v[rows]))
             out.append(attend_in(self.ring, self, stretch, q[rows], sinks))
         return out[0] if len(out) == 1 else torch.cat(out)
-
-    def held(self, seq: int) -> Rows:
-        """See `LayerKV.held`."""
-        return self.ring.stored(seq, self.first[seq], self.end[seq])
-
-    def put(self, seq: int, first: int, k: Tensor, v: Tensor) -> None:
-        """See `LayerKV.put`."""
-        self.ring.write(seq, first, k, v)
-
-    def copy_rows(self, src: int, dst: int, n: int) -> None:
-        """See `LayerKV.copy_rows`."""
-        self.ring.copy(src, dst, self.first[src], max(self.first[src], n))
 
     @property
     def nbytes(self) -> int:

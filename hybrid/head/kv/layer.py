@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid.errors import BadRequestError
 from hybrid.head.attention import first_key
-from hybrid.head.kv.ring import Rows, capacity
+from hybrid.head.kv.ring import Empty, Ring, Rows, capacity
 from hybrid.head.kv.rows import RowFormat
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
@@ -112,3 +112,23 @@ class LayerKV:
         self.trim(seq, 0)
         self.put(seq, first, k[rows:], v[rows:])
         self.first[seq], self.end[seq] = first, end
+
+
+class RingLayer(LayerKV):
+    """A layer all of whose rows lie in one ring, wherever that is."""
+
+    def __init__(self, spec: LayerSpec, placement: Placement, empty: Empty) -> None:
+        super().__init__(spec, placement)
+        self.ring = Ring(spec, self.format, placement.n_sequences, self.capacity, empty)
+
+    def held(self, seq: int) -> Rows:
+        """See `LayerKV.held`."""
+        return self.ring.stored(seq, self.first[seq], self.end[seq])
+
+    def put(self, seq: int, first: int, k: Tensor, v: Tensor) -> None:
+        """See `LayerKV.put`."""
+        self.ring.write(seq, first, k, v)
+
+    def copy_rows(self, src: int, dst: int, n: int) -> None:
+        """See `LayerKV.copy_rows`."""
+        self.ring.copy(src, dst, self.first[src], max(self.first[src], n))

@@ -14,8 +14,8 @@ from torch import Tensor
 from hybrid.head.attention import first_key
 from hybrid.head.kv.bus import Bus, Mark
 from hybrid.head.kv.device import attend_in
-from hybrid.head.kv.layer import LayerKV, Stretch
-from hybrid.head.kv.ring import Ring, Rows
+from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch
+from hybrid.head.kv.ring import Ring
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -46,13 +46,12 @@ class Slot:
         return Ring(spec, like.format, like.k.shape[0], like.capacity, carve)
 
 
-class StreamedLayer(LayerKV):
+class StreamedLayer(RingLayer):
     """K and V in host memory, in a ring laid out as `DeviceLayer`'s."""
 
     def __init__(self, spec: LayerSpec, placement: Placement, bus: Bus) -> None:
-        super().__init__(spec, placement)
+        super().__init__(spec, placement, bus.host)
         self.bus = bus
-        self.ring = Ring(spec, self.format, placement.n_sequences, self.capacity, bus.host)
         self.slot: Slot
         self._here: Ring
         self._staged: dict[int, tuple[int, int]] = {}
@@ -93,18 +92,6 @@ class StreamedLayer(LayerKV):
         super().trim(seq, n)
         if self.slot.owner is self:
             self.slot.owner = None
-
-    def held(self, seq: int) -> Rows:
-        """See `LayerKV.held`."""
-        return self.ring.stored(seq, self.first[seq], self.end[seq])
-
-    def put(self, seq: int, first: int, k: Tensor, v: Tensor) -> None:
-        """See `LayerKV.put`."""
-        self.ring.write(seq, first, k, v)
-
-    def copy_rows(self, src: int, dst: int, n: int) -> None:
-        """See `LayerKV.copy_rows`."""
-        self.ring.copy(src, dst, self.first[src], max(self.first[src], n))
 
     @property
     def nbytes(self) -> int:
