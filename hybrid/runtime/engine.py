@@ -183,10 +183,7 @@ class Engine:
         held = self._tokens[seq]
         if not tokens:
             raise BadRequestError("There is nothing to evaluate: the prompt has no tokens.")
-        if len(held) + len(tokens) > self.placement.n_ctx:
-            raise BadRequestError(
-                f"{len(held) + len(tokens)} tokens do not fit the context of {self.placement.n_ctx} tokens."
-            )
+        self._check_room(seq, len(tokens))
         chunks = list(self._chunks(tokens, len(held), seq, outputs))
         rows: list[Logits] = []
 
@@ -218,22 +215,9 @@ class Engine:
         BadRequestError if a context has no room.
         """
         for seq, tokens in rows.items():
-            if len(self._tokens[seq]) + len(tokens) > self.placement.n_ctx:
-                raise BadRequestError(
-                    f"{len(self._tokens[seq]) + len(tokens)} tokens do not fit the context of "
-                    f"{self.placement.n_ctx} tokens."
-                )
+            self._check_room(seq, len(tokens))
         chunk = _mixed(rows, [len(self._tokens[seq]) for seq in rows])
-
-        def work() -> Parcel | Logits | None:
-            assert self.head is not None
-            self.head.cache.alone = alone or self.tail is None
-            try:
-                return self._front(chunk)
-            finally:
-                self.head.cache.alone = True
-
-        front = None if self.head is None else self._head_thread.submit(work)
+        front = None if self.head is None else self._head_thread.submit(lambda: self._front(chunk, alone=alone))
         return Step(rows, chunk, front, alone)
 
     def complete(self, step: Step) -> None:
@@ -339,10 +323,21 @@ class Engine:
             positions = np.arange(start + i, start + i + n, dtype=np.int32)
             yield Chunk(ids[part], positions, np.full(n, seq, np.int32), wanted[part])
 
-    def _front(self, chunk: Chunk) -> Parcel | Logits | None:
-        """The head's part, on the head's thread: a hidden state under way, or at k = L the wanted logits."""
+    def _check_room(self, seq: int, n: int) -> None:
+        """Raise BadRequestError where `seq` has no room for n more tokens."""
+        n += len(self._tokens[seq])
+        if n > self.placement.n_ctx:
+            raise BadRequestError(f"{n} tokens do not fit the context of {self.placement.n_ctx} tokens.")
+
+    def _front(self, chunk: Chunk, *, alone: bool) -> Parcel | Logits | None:
+        """The head's part, on the head's thread: a hidden state under way, or at k = L the wanted logits. `alone`: the
+        tail does not compute meanwhile."""
         assert self.head is not None
-        hidden = self.head.forward(chunk.tokens, chunk.positions, chunk.seqs)
+        self.head.cache.alone = alone or self.tail is None
+        try:
+            hidden = self.head.forward(chunk.tokens, chunk.positions, chunk.seqs)
+        finally:
+            self.head.cache.alone = True
         if self._boundary is not None:
             return self._boundary.send(hidden)
         if not chunk.outputs.any():
@@ -367,7 +362,7 @@ class Engine:
     def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
         if self.head is None:
             return None
-        job = self._head_thread.submit(lambda: self._front(chunk))
+        job = self._head_thread.submit(lambda: self._front(chunk, alone=True))
         try:
             return job.result()
         finally:
@@ -384,16 +379,12 @@ class Engine:
         done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
         def produce() -> None:
-            if self.head is not None:
-                self.head.cache.alone = self.tail is None
             try:
                 for chunk in chunks:
                     if self._stopping:
                         return
-                    ready.put((chunk, None if self.head is None else self._front(chunk)))
+                    ready.put((chunk, None if self.head is None else self._front(chunk, alone=False)))
             finally:
-                if self.head is not None:
-                    self.head.cache.alone = True
                 ready.put(None)
 
         def consume() -> None:

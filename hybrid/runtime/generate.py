@@ -39,17 +39,20 @@ def generate(
             if not cancelled():
                 raise
             reply.interrupt()
-        edit, is_over, so_far = options.edit_logits, options.is_over, list(prompt)
+        edit, is_over = options.edit_logits, options.is_over
+
+        def so_far() -> list[int]:
+            return [*prompt, *reply.tokens]
+
         while reply.reason is None:
-            if is_over is not None and is_over(so_far, engine.last_logits()):
+            if is_over is not None and is_over(so_far(), engine.last_logits()):
                 reply.end()
                 break
-            token = engine.sample(sampler, edit=edit and (lambda logits: edit(so_far, logits)))
+            token = engine.sample(sampler, edit=edit and (lambda logits: edit(so_far(), logits)))
+            n = len(reply.tokens)
             piece = reply.push(token, sampler)
-            if len(reply.tokens) > len(so_far) - len(prompt):
-                so_far.append(token)
-                if options.on_token is not None:
-                    options.on_token(token, engine.last_logits())
+            if options.on_token is not None and len(reply.tokens) > n:
+                options.on_token(token, engine.last_logits())
             if piece:
                 with reply.paused():
                     yield piece
