@@ -1,10 +1,13 @@
-"""What every test shares: nothing that a person measured on this machine is read or written."""
+"""What every test shares: the real models; and nothing that a person measured on this machine is read or written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from hybrid.model.catalog import catalog
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,3 +16,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(params=["smollm2-135m", "gemma3-270m"])
+def real_model(request: pytest.FixtureRequest) -> Path:
+    """The file of a pulled catalogue model; the test is skipped, visibly, where it was not pulled."""
+    entry = catalog()[request.param]
+    if not entry.pulled:
+        pytest.skip(f"{entry.name} is not pulled: hybrid models pull {entry.name}")
+    return entry.path

@@ -60,15 +60,7 @@ def test_boundary_and_logits_are_llama_cpp_s(f32_copy: Path, heads: Any) -> None
         head.close()
 
 
-@pytest.fixture(params=["smollm2-135m", "gemma3-270m"])
-def real_file(request: pytest.FixtureRequest) -> Path:
-    entry = catalog()[request.param]
-    if not entry.pulled:
-        pytest.skip(f"{entry.name} is not pulled: hybrid models pull {entry.name}")
-    return entry.path
-
-
-def test_the_kv_strategy_does_not_show_at_the_boundary(real_file: Path, heads: Any) -> None:
+def test_the_kv_strategy_does_not_show_at_the_boundary(real_model: Path, heads: Any) -> None:
     """Quantised files, as they are used: a prompt in chunks, then single tokens.
 
     A q8_0 cache rounds to eight bits, and whichever way a value on the edge goes, the layers after it magnify: there
@@ -76,13 +68,13 @@ def test_the_kv_strategy_does_not_show_at_the_boundary(real_file: Path, heads: A
     """
     tokens = np.random.default_rng(0).integers(100, 10_000, 200)
     chunks = [128, 67, *[1] * 5]
-    with ModelFile(real_file) as file:
+    with ModelFile(real_model) as file:
         spec = read_spec(file)
     k = spec.n_layers // 3
     for kv_dtype in ("f16", "q8_0"):
         placed = {"n_ctx": 256, "n_batch": 128, "kv_dtype": kv_dtype}
         token = sum(kv_bytes_per_token(layer, kv_dtype) for layer in spec.layers[:k])  # type: ignore[arg-type]
-        device = heads(real_file, k, **placed)
+        device = heads(real_model, k, **placed)
         wanted = run(device, tokens, chunks)
         bound = 1e-3
         if kv_dtype == "q8_0":
@@ -90,7 +82,7 @@ def test_the_kv_strategy_does_not_show_at_the_boundary(real_file: Path, heads: A
             bound = max(bound, 3 * relative(run(device, tokens, [20, 128, 47, *[1] * 5]), wanted))
         device.close()
         for kv, more in (("stream", {}), ("attend", {}), ("tiered", {"kv_budget": 130 * token})):
-            head = heads(real_file, k, kv=kv, kv_keep_sliding=False, **placed, **more)
+            head = heads(real_model, k, kv=kv, kv_keep_sliding=False, **placed, **more)
             assert relative(run(head, tokens, chunks), wanted) < bound, (kv, kv_dtype)
             assert head.cache.host_nbytes > 0
             head.close()

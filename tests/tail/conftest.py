@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from hybrid.model.catalog import catalog
 from hybrid.tail.tail import Tail
 from tests.oracle.compare import open_tail
 from tests.tiny import write_tiny
@@ -38,12 +37,3 @@ def open_tails() -> Iterator[Callable[..., Tail]]:
     yield open_one
     for tail in tails:
         tail.close()
-
-
-@pytest.fixture(params=["smollm2-135m", "gemma3-270m"])
-def real_model(request: pytest.FixtureRequest) -> Path:
-    """The file of a pulled catalogue model; the test is skipped, visibly, where it was not pulled."""
-    entry = catalog()[request.param]
-    if not entry.pulled:
-        pytest.skip(f"{entry.name} is not pulled: hybrid models pull {entry.name}")
-    return entry.path
