@@ -12,7 +12,7 @@ from pathlib import Path
 from hybrid.apps.compare_modes import ALONE, Mode, chosen_modes
 from hybrid.apps.compare_verdict import verdict
 from hybrid.apps.runner import run_trial
-from hybrid.apps.tune import EMULATED, busy, prompt_tokens
+from hybrid.apps.tune import busy, prompt_tokens
 from hybrid.errors import BadRequestError
 from hybrid.files import write_atomically
 from hybrid.model.architectures import read_spec
@@ -25,7 +25,8 @@ from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVDtype, Placement
 from hybrid.schedule.profile import now
-from hybrid.schedule.scheduler import default_device, free_vram
+from hybrid.schedule.scheduler import default_device, vram_limit
+from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 WARMUP = 4
 SHORT, LONG = 256, 2048
@@ -68,7 +69,9 @@ class _Session:
         self.modes = chosen_modes(request.modes, self.spec)
         self.device = request.device or default_device() or "cpu"
         self.limit = request.vram_bytes
-        self.budget = Budget(vram_bytes=self._vram(), ram_bytes=ram_budget())
+        self.budget = Budget(
+            vram_bytes=vram_limit(self.device, request.vram_bytes, request.vram_reserve), ram_bytes=ram_budget()
+        )
         self.depths = self._depths()
         self._note()
         if self.save is not None:
@@ -98,12 +101,6 @@ class _Session:
         return replace(report, verdict=verdict(report))
 
     # -- before ------------------------------------------------------------------------------------------------------
-
-    def _vram(self) -> int | None:
-        """What the device may hold, all told; None: an emulated one without a budget."""
-        if self.request.vram_bytes is not None or self.device == "cpu":
-            return self.request.vram_bytes
-        return max(0, free_vram(self.device) - self.request.vram_reserve)
 
     def _depths(self) -> tuple[int, ...]:
         """The depths asked for; of a prompt, its length and a short beginning; or a short one that everything should
@@ -180,9 +177,7 @@ class _Session:
             self.notes.append("--vram-budget limits the head's device; llama.cpp's own GPU layers take what they need.")
         longest = self._n_ctx(self.depths[-1])
         if longest > self.spec.n_ctx_train > 0:
-            self.notes.append(
-                f"A context of {longest} is longer than the {self.spec.n_ctx_train} this model was trained for."
-            )
+            self.notes.append(longer_than_trained(longest, self.spec))
 
     # -- conditions --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from hybrid.schedule.cost_prior import assumed_rates
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.placement import KVDtype, Placement
 from hybrid.schedule.rates import Coefficients
+from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 SMALLER_BITS = 4.5
 """Bits a weight of a common small quantisation (Q4_K_S)."""
@@ -132,9 +133,9 @@ def _notes(model: CostModel, base: Placement, budget: Budget, request: PlanReque
     else:
         yield from model.machine.notes
     if base.device == "cpu" and model.machine.gpu is not None:
-        yield "The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed."
+        yield EMULATED
     if request.n_ctx > model.spec.n_ctx_train > 0:
-        yield f"A context of {request.n_ctx} is longer than the {model.spec.n_ctx_train} this model was trained for."
+        yield longer_than_trained(request.n_ctx, model.spec)
     for refused in find_splits(model.spec).refused:
         yield f"-ngl {refused.first} to {refused.last} cannot be: {refused.reason}."
     least = smallest_vram(model.spec, base, request.n_batch)

@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from typing import IO, Any
 
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
 from hybrid.schedule.cost_fit import Measurement
 from hybrid.schedule.placement import Placement
+from hybrid.schedule.profile import now
 
 WORKER = (sys.executable, "-P", "-m", "hybrid.apps.worker")
 OnStage = Callable[[str, int], None]
@@ -38,9 +38,8 @@ class Outcome:
 def run_trial(condition: Condition, *, timeout_s: float | None = None, on_stage: OnStage | None = None) -> Trial:
     """Run the condition once. Never raises for what happens to it; Ctrl-C ends the process and is raised."""
     outcome = run_task({"task": "run", **condition.to_dict()}, timeout_s=timeout_s, on_stage=on_stage)
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
     if outcome.result is None:
-        return Trial(condition=condition, failure=outcome.failure, wall_s=outcome.wall_s, at=now)
+        return Trial(condition=condition, failure=outcome.failure, wall_s=outcome.wall_s, at=now())
     found = outcome.result
     return Trial(
         condition=condition,
@@ -52,7 +51,7 @@ def run_trial(condition: Condition, *, timeout_s: float | None = None, on_stage:
         tokens=tuple(found["tokens"]),
         memory=PeakMemory(**found["memory"]),
         wall_s=outcome.wall_s,
-        at=now,
+        at=now(),
         versions=found["versions"],
     )
 

@@ -31,12 +31,12 @@ from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.machine_store import this_machine, unmeasured_machine
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import ProfileStore, Record, now
-from hybrid.schedule.scheduler import default_device, free_vram
+from hybrid.schedule.scheduler import default_device, vram_limit
 from hybrid.schedule.search import next_option
+from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 __all__ = ["Row", "TuneReport", "TuneRequest", "tune"]
 
-EMULATED = "The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed."
 WARMUP, REPEATS = 4, 3
 SECONDS_A_REPEAT = 0.4
 LEAST_DECODED, MOST_DECODED = 6, 64
@@ -93,7 +93,9 @@ class _Session:
         self.notes = list(profile.notes)
         self.device = request.device or default_device() or "cpu"
         self.depth = _depth(request)
-        self.budget = Budget(vram_bytes=self._vram(), ram_bytes=ram_budget())
+        self.budget = Budget(
+            vram_bytes=vram_limit(self.device, request.vram_bytes, request.vram_reserve), ram_bytes=ram_budget()
+        )
         self.placements = self._placements()
         self.records = [r for r in profile.records if self._counts(r)]
         reused = len(self.records)
@@ -110,12 +112,6 @@ class _Session:
 
     # -- before ------------------------------------------------------------------------------------------------------
 
-    def _vram(self) -> int | None:
-        """What the head may take, all told; None: an emulated device without a budget."""
-        if self.request.vram_bytes is not None or self.device == "cpu":
-            return self.request.vram_bytes
-        return max(0, free_vram(self.device) - self.request.vram_reserve)
-
     def _placements(self) -> list[Placement]:
         request, spec = self.request, self.spec
         base = Placement(
@@ -126,9 +122,7 @@ class _Session:
             kv_dtype=request.kv_dtype,
         )
         if request.n_ctx > spec.n_ctx_train > 0:
-            self.notes.append(
-                f"A context of {request.n_ctx} is longer than the {spec.n_ctx_train} this model was trained for."
-            )
+            self.notes.append(longer_than_trained(request.n_ctx, spec))
         found = tunable(spec, base, self.budget, n_batch=request.n_batch, threads=_threads(request.threads))
         if request.device is None and self.device == "cpu":
             self.notes.append("No GPU that PyTorch can use: only -ngl 0 is tried (--device cpu emulates a GPU).")

@@ -19,6 +19,7 @@ from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
 from hybrid.schedule.own_offload import asked_layers, auto_layers, checked_engine
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
+from hybrid.schedule.sentences import EMULATED, longer_than_trained
 from hybrid.schedule.sequences import with_sequences
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def plan(spec: ModelSpec, request: Request, profile: Profile | None = None) -> P
     base = replace(base, llama_gpu_layers=own, offload_kqv=own > 0 and request.offload_kqv)
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
-        notes.append("The GPU is emulated on the CPU (--device cpu): right results, not a GPU's speed.")
+        notes.append(EMULATED)
     if layers == own == 0 and kv != "device":
         notes.append(f"Without layers on the GPU --kv {kv} changes nothing: llama.cpp has the whole KV cache in RAM.")
     placement = with_kv_budget(with_threads(base, spec, cores), spec, request, notes)
@@ -237,9 +238,12 @@ def default_device() -> str | None:
     return _gpu()
 
 
-def free_vram(device: str) -> int:
-    """Bytes free on a device now. Raises UnsupportedError where there is no such device."""
-    return _vram(device)[0]
+def vram_limit(device: str, asked: int | None, reserve: int) -> int | None:
+    """Bytes of a device that may be taken now: those asked for, or what is free, less the reserve. None: an emulated
+    device without a budget. Raises UnsupportedError where there is no such device."""
+    if asked is not None or device == "cpu":
+        return asked
+    return max(0, _vram(device)[0] - reserve)
 
 
 def _device(request: Request, layers: int | None) -> str | None:
@@ -260,7 +264,7 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
     if asked is not None and asked != 0:  # llama.cpp's 0 means "as trained"
         n_ctx = _positive("n_ctx", asked)
         if n_ctx > spec.n_ctx_train:
-            notes.append(f"A context of {n_ctx} is longer than the {spec.n_ctx_train} this model was trained for.")
+            notes.append(longer_than_trained(n_ctx, spec))
         return n_ctx
     if asked == 0:
         return spec.n_ctx_train
@@ -292,16 +296,21 @@ def _auto_layers(
     if device != "cpu":
         free, total = _vram(device)
     budget = Budget(vram_bytes=None if free is None else free - request.vram_reserve, ram_bytes=ram_budget())
-    fitting = []
-    for k in sorted(find_splits(spec).allowed, reverse=True):
+    known = profile is not None and profile.records
+    splits = sorted(find_splits(spec).allowed, reverse=True)
+    if device == "cpu" and not known:
+        splits = splits[-1:]  # k = 0
+    fitting: list[Placement] = []
+    for k in splits:
         chunked = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
         placement = with_threads(chunked, spec, cores)
         if k == 0 or budget.shortfall(ledger_of(spec, placement)) is None:
             fitting.append(placement)
-    analytic = fitting[-1] if device == "cpu" else fitting[0]
-    chosen, measured = analytic, ""
-    if profile is not None and profile.records:
-        chosen, measured = _by_measurement(spec, fitting, analytic, profile)
+            if not known:
+                break
+    chosen, measured = fitting[-1] if device == "cpu" else fitting[0], ""
+    if profile is not None and known:
+        chosen, measured = _by_measurement(spec, fitting, chosen, profile)
     k = chosen.n_gpu_layers
     if free is None or total is None:
         why = measured or "an emulated GPU is never faster than llama.cpp (-ngl sets another k)"
