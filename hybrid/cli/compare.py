@@ -11,7 +11,7 @@ import click
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.measuring import measuring
-from hybrid.cli.options import json_option, model_argument
+from hybrid.cli.options import json_option, model_argument, vram_reserve_option
 from hybrid.cli.session import read_prompt
 from hybrid.cli.units import Bytes
 from hybrid.schedule.placement import KV_DTYPES
@@ -67,8 +67,7 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.  [default: the GPU]")
 @click.option("--vram-budget", "vram_bytes", type=Bytes(), metavar="BYTES",
               help="What the device may hold, as it counts.  [default: what is free, less the reserve]")  # fmt: skip
-@click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
-              help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
+@vram_reserve_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Draw speed and memory over the depth (PNG, SVG or PDF; needs matplotlib).")  # fmt: skip
 @click.option("--save", type=click.Path(path_type=Path), metavar="DIR", help="Write every run into DIR as JSON.")

@@ -48,6 +48,16 @@ model_argument = click.argument("model", required=False, metavar="[MODEL]")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
+# Of the commands that plan and measure.
+ctx_size_option = click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", default=4096,
+                               show_default=True, help="Context in tokens, per sequence.")  # fmt: skip
+batch_size_option = click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), metavar="N",
+                                 help="Prompt tokens per chunk.  [default: the split's]")  # fmt: skip
+kv_type_option = click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
+                              help="KV cache type.")  # fmt: skip
+vram_reserve_option = click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
+                                   help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
+
 placement_options = _all(
     click.option(
         "-ngl",

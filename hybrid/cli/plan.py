@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from hybrid.cli.options import json_option, model_argument
-from hybrid.cli.units import Bytes, Seconds
+from hybrid.cli.options import (
+    batch_size_option,
+    ctx_size_option,
+    json_option,
+    kv_type_option,
+    model_argument,
+    vram_reserve_option,
+)
+from hybrid.cli.units import Bytes, Seconds, size
 from hybrid.errors import BadRequestError
-from hybrid.schedule.placement import KV_DTYPES
 
 if TYPE_CHECKING:
     from hybrid.apps.plan import PlanReport
@@ -26,21 +32,15 @@ ROWS = 12
 
 @click.command()
 @model_argument
-@click.option(
-    "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", default=4096, show_default=True,
-    help="Context in tokens, per sequence.",
-)  # fmt: skip
+@ctx_size_option
 @click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
               help="Sequences at the same time; each has a context of its own.")  # fmt: skip
-@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), metavar="N",
-              help="Prompt tokens per chunk.  [default: the split's]")  # fmt: skip
-@click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
-              help="KV cache type.")  # fmt: skip
+@batch_size_option
+@kv_type_option
 @click.option("--machine", metavar="NAME|FILE", help="Plan for an assumed machine (`hybrid machine --list`).")
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.")
 @click.option("--vram", type=Bytes(), metavar="BYTES", help="VRAM that may be used.  [default: what is free]")
-@click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
-              help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
+@vram_reserve_option
 @click.option("--tpot", type=Seconds(), metavar="TIME", help="The longest a token may take, e.g. 50ms.")
 @click.option(
     "--shape", metavar="NAME=VALUE,…", help="Plan a model without its file: layers=32,kv_heads=8,head_dim=128."
@@ -114,8 +114,8 @@ def _print(report: PlanReport, title: str) -> None:
     many = f", {request.n_sequences} sequences" if request.n_sequences > 1 else ""
     console.print(f"{title}: {request.n_ctx} tokens{many}", markup=False)
     where = "assumed" if machine.assumed else "measured" if machine.measured_at else "not measured"
-    vram = "" if report.budget.vram_bytes is None else f"{_size(report.budget.vram_bytes)} of VRAM and "
-    console.print(f"{machine.name} ({where}): {vram}{_size(report.budget.ram_bytes)} of RAM may be used", markup=False)
+    vram = "" if report.budget.vram_bytes is None else f"{size(report.budget.vram_bytes)} of VRAM and "
+    console.print(f"{machine.name} ({where}): {vram}{size(report.budget.ram_bytes)} of RAM may be used", markup=False)
     for note in report.notes:
         console.print(note, markup=False)
     half = request.n_ctx // 2
@@ -158,8 +158,8 @@ def _row(candidate: Candidate, report: PlanReport) -> list[str]:
     cells = [
         str(p.n_gpu_layers),
         p.kv if p.n_gpu_layers else "-",
-        _size(candidate.ledger.vram_bytes) if p.n_gpu_layers else "-",
-        _size(candidate.ledger.ram_bytes),
+        size(candidate.ledger.vram_bytes) if p.n_gpu_layers else "-",
+        size(candidate.ledger.ram_bytes),
         _seconds(candidate.ttft_s[n_ctx // 2]),
         *(f"{speed:.1f}" for speed in speeds),
     ]
@@ -194,10 +194,6 @@ def _flags(candidate: Candidate) -> str:
 
 def _tokens(n: int) -> str:
     return f"{n / 1024:.0f}k" if n >= 10240 else str(n)
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
 def _seconds(seconds: float) -> str:

@@ -12,9 +12,15 @@ import click
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.measuring import measuring
-from hybrid.cli.options import json_option, model_argument
-from hybrid.cli.units import Bytes, Seconds
-from hybrid.schedule.placement import KV_DTYPES
+from hybrid.cli.options import (
+    batch_size_option,
+    ctx_size_option,
+    json_option,
+    kv_type_option,
+    model_argument,
+    vram_reserve_option,
+)
+from hybrid.cli.units import Bytes, Seconds, size
 
 if TYPE_CHECKING:
     from hybrid.report.tuning import Row, TuneReport
@@ -32,8 +38,7 @@ def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 
 @click.command()
 @model_argument
-@click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", default=4096, show_default=True,
-              help="Context in tokens, per sequence.")  # fmt: skip
+@ctx_size_option
 @click.option("--depth", type=click.IntRange(min=1), metavar="D",
               help="Tokens in the context while speed is measured.  [default: half the context]")  # fmt: skip
 @click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
@@ -43,16 +48,13 @@ def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> i
                    "all sequences together.")  # fmt: skip
 @click.option("--vram-budget", "vram_bytes", type=Bytes(), metavar="BYTES",
               help="VRAM that may be used.  [default: what is free, less the reserve]")  # fmt: skip
-@click.option("--vram-reserve", type=Bytes(), default="512MiB", show_default=True, metavar="BYTES",
-              help="Of the free VRAM, what is left to the desktop.")  # fmt: skip
+@vram_reserve_option
 @click.option("--budget", "budget_s", type=Seconds(), default="120s", show_default=True, metavar="SECONDS",
               help="The longest it may take.")  # fmt: skip
 @click.option("--threads", "-t", "threads", metavar="N|auto", callback=_threads,
               help="CPU threads; auto tries a few numbers.  [default: all cores]")  # fmt: skip
-@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), metavar="N",
-              help="Prompt tokens per chunk.  [default: the split's]")  # fmt: skip
-@click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
-              help="KV cache type.")  # fmt: skip
+@batch_size_option
+@kv_type_option
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.")
 @click.option("--exhaustive", is_flag=True, help="Measure everything that fits, twice, however long it takes.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -111,8 +113,8 @@ def _print(report: TuneReport) -> None:
     ttft = request.objective == "ttft"
     what = f"the first token of {report.depth} tokens" if ttft else f"a token at {report.depth} tokens"
     console.print(f"{report.model}: {request.n_ctx} tokens{many}, {what}", markup=False)
-    budget = "" if report.budget.vram_bytes is None else f"{_size(report.budget.vram_bytes)} of VRAM and "
-    console.print(f"{budget}{_size(report.budget.ram_bytes)} of RAM may be used", markup=False)
+    budget = "" if report.budget.vram_bytes is None else f"{size(report.budget.vram_bytes)} of VRAM and "
+    console.print(f"{budget}{size(report.budget.ram_bytes)} of RAM may be used", markup=False)
     for note in report.notes:
         console.print(note, markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -173,8 +175,8 @@ def _cells(row: Row, report: TuneReport) -> list[str]:
         str(p.n_gpu_layers),
         p.kv if p.n_gpu_layers else "-",
         str(p.n_threads_tail),
-        _size(row.vram_bytes) if p.n_gpu_layers else "-",
-        _size(row.ram_bytes),
+        size(row.vram_bytes) if p.n_gpu_layers else "-",
+        size(row.ram_bytes),
         _speed(row.predicted_s, report),
         measured,
         str(row.n_runs) if row.n_runs else "-",
@@ -187,7 +189,3 @@ def _speed(seconds: float, report: TuneReport) -> str:
     if report.request.objective == "ttft":
         return f"{seconds:.2f}"
     return f"{report.request.n_sequences / seconds:.1f}"
-
-
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / 2**20:.0f} MiB"

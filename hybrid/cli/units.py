@@ -39,3 +39,8 @@ class Seconds(click.ParamType[float]):
         if not match or float(match[1]) <= 0:
             self.fail(f"{value!r} is not a time such as 50ms or 2s", param, ctx)
         return float(match[1]) * SECONDS[match[2] or "s"]
+
+
+def size(n_bytes: int) -> str:
+    """Bytes in a table."""
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / 2**20:.0f} MiB"
