@@ -10,7 +10,6 @@ slower than f16.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -20,12 +19,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
-from llama_attention import LlamaAttention
+from llama_attention import LlamaAttention, shape_parser
 from torch import Tensor
 
 from hybrid import _native
 from hybrid.head.kv.cpu_attention import Run, attend_on_cpu, encode, host_rows
-from hybrid.schedule.limits import usable_cores
 
 READ_BYTES = 1 << 30
 LAYERS_BYTES = 1 << 30
@@ -82,13 +80,7 @@ def torch_s(q: Tensor, cache: tuple[Tensor, Tensor]) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--n-heads", type=int, default=32)
-    parser.add_argument("--n-kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=32768)
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = shape_parser(__doc__, repeats=7)
     parser.add_argument("--no-llama", action="store_true", help="leave llama.cpp out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from live_bytes import pretend_full
+from full_cache import pretend_full
 from rich.console import Console
 from rich.table import Table
 

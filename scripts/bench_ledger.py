@@ -91,7 +91,7 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
 def head(name: str, file: ModelFile, spec: ModelSpec, quick: bool) -> list[Row]:
     """Live storages, temporaries included; then what each strategy's cache holds in host memory."""
     import torch
-    from live_bytes import pretend_full
+    from full_cache import pretend_full
 
     from hybrid.head.head import Head
     from hybrid.head.memory import LiveBytes

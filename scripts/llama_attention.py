@@ -156,14 +156,20 @@ class LlamaAttention:
         lib.llama_model_free(self._model)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def shape_parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
+    """A parser of what is measured: the heads' shape, the depth, threads and repeats."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--n-heads", type=int, default=32)
     parser.add_argument("--n-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--depth", type=int, default=32768)
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=repeats)
+    return parser
+
+
+def main() -> None:
+    parser = shape_parser(__doc__, repeats=5)
     args = parser.parse_args()
     llama = LlamaAttention(args.n_heads, args.n_kv_heads, args.head_dim, args.depth, args.threads)
     n_bytes = 4 * args.n_kv_heads * args.head_dim * args.depth

@@ -40,9 +40,7 @@ class Mode:
         p = replace(base, n_gpu_layers=self.n_gpu_layers)
         if self.own:
             p = replace(p, llama_gpu_layers=self.own, offload_kqv=self.kind == ALONE)
-        for kv in KV_STRATEGIES:
-            if kv == self.kind:
-                p = replace(p, kv=kv)
+        p = replace(p, kv=next((kv for kv in KV_STRATEGIES if kv == self.kind), p.kv))
         p = with_threads(p, spec, usable_cores())
         if self.kind != "tiered":
             return p

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from hybrid.errors import BadRequestError
 from hybrid.runtime.gbnf_rules import Rules, Symbol, check_recursion
@@ -39,13 +40,18 @@ class _Group:
     n_rules_before: int = 0
 
 
-def check_grammar(text: str) -> list[str]:
+def check_grammar(text: str) -> tuple[str, ...]:
     """Raise BadRequestError, with the line, unless `text` is a grammar that llama.cpp can take and has a rule `root`.
 
     Returns the tokens it names (`<think>`, `<[12]>`): whether a vocabulary has them is for others to ask.
     """
     if not isinstance(text, str):
         raise BadRequestError(f"A grammar is GBNF text, not {type(text).__name__}.")
+    return _check(text)
+
+
+@lru_cache(maxsize=8)  # before a request begins, and where the grammar of each of its sequences is made
+def _check(text: str) -> tuple[str, ...]:
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise BadRequestError(f"The grammar is longer than {MAX_BYTES >> 10} KiB.")
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
@@ -59,7 +65,7 @@ def check_grammar(text: str) -> list[str]:
         if name not in reader.rules:
             raise BadRequestError(f"The grammar uses the rule `{name}` (line {line}) but does not define it.")
     check_recursion(reader.rules)
-    return reader.tokens
+    return tuple(reader.tokens)
 
 
 class _Reader:

@@ -27,7 +27,7 @@ from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KVDtype, KVStrategy, Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
 from hybrid.tail.dry_run import dry_run
-from scripts.live_bytes import pretend_full
+from scripts.full_cache import pretend_full
 from tests.schedule.sparse import write_sparse
 from tests.tiny import vocabulary, write_tiny
 

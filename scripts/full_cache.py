@@ -1,10 +1,8 @@
-"""Where the counting of live storages used to be."""
+"""A KV cache that counts as full without having been filled."""
+
+from __future__ import annotations
 
 from typing import Any
-
-from hybrid.head.memory import LiveBytes
-
-__all__ = ["LiveBytes", "pretend_full"]
 
 
 def pretend_full(cache: Any, n_tokens: int) -> None:
