@@ -9,26 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid.head import attention
-from hybrid.head.kv import host
 from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.model.spec import LayerSpec
-from hybrid.schedule import kv_tiers
 from hybrid.schedule.placement import KVDtype, Placement
 from tests.head.lanes import At, LateLane, Witness
-from tests.head.test_kv_strategies import CPU, OTHERS, layers, placement
+from tests.head.test_kv_strategies import CPU, OTHERS, blocks_of, layers, placement
 
 SPECS = layers(2, 2, (7, 0, 0, 7, 0, 0, 0), 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (attention, kv_tiers):
-            patch.setattr(module, "CONVERT_BYTES", 4 * 192 * 7)
-        patch.setattr(kv_tiers, "SPILL_TOKENS", 4)
-        for module in (host, kv_tiers):
-            patch.setattr(module, "SHORT_TOKENS", 5)
+    with blocks_of(192):
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,15 +36,21 @@ OTHERS: dict[str, tuple[dict[str, Any], int | None]] = {
 """Placement, and the tokens of a sequence that its budget keeps on the device."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_blocks() -> Iterator[None]:
-    """Blocks that a tiny context has several of."""
+@contextmanager
+def blocks_of(n_values: int) -> Iterator[None]:
+    """Blocks of seven rows of n_values, that a tiny context has several of."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (attention, kv_tiers):
-            patch.setattr(module, "CONVERT_BYTES", 4 * 64 * 7)
+            patch.setattr(module, "CONVERT_BYTES", 4 * n_values * 7)
         patch.setattr(kv_tiers, "SPILL_TOKENS", 4)
         for module in (host, kv_tiers):
             patch.setattr(module, "SHORT_TOKENS", 5)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    with blocks_of(64):
         yield
 
 
