@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hybrid.schedule.cost import CostModel, longest_context
 from hybrid.schedule.cost_fit import Measurement, fit
 from hybrid.schedule.cost_prior import assumed_rates
+from hybrid.schedule.kv_size import kv_bytes_per_token, visible_tokens
 from hybrid.schedule.placement import KV_STRATEGIES, Placement
 from hybrid.schedule.presets import assumed_machine
 from hybrid.schedule.rates import Coefficients, HalfRates
@@ -142,10 +143,28 @@ def test_deeper_longer_and_more_sequences_never_take_less(
 ) -> None:
     model = CostModel(WINDOWED, assumed_machine("rtx3070ti"), coefficients)
     slack = 1 - 1e-9
+    assert model.prefill_s(p, more + p.n_batch) >= model.prefill_s(p, more) * slack
+    if p.kv == "tiered":
+        return  # rows that spill move from one memory to another, which may be the faster or the idle one
     assert model.tpot_s(p, depth + more) >= model.tpot_s(p, depth) * slack > 0
     assert model.tpot_s(replace(p, n_sequences=p.n_sequences + 1), depth) >= model.tpot_s(p, depth) * slack
-    assert model.prefill_s(p, more + p.n_batch) >= model.prefill_s(p, more) * slack
     assert model.kv_transfer_s(p, depth + more) >= model.kv_transfer_s(p, depth)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rates, placements, st.integers(0, 90_000))
+def test_two_memories_read_at_once_are_no_faster_than_their_sum(
+    coefficients: Coefficients, p: Placement, depth: int
+) -> None:
+    model = CostModel(WINDOWED, assumed_machine("rtx3070ti"), coefficients)
+    tiered = replace(p, kv="tiered")
+    head = coefficients.head.at(p.n_threads_head) if p.device == "cpu" else coefficients.head
+    both = head.kv_bytes_per_s + coefficients.host_kv_bytes_per_s
+    read = p.n_sequences * sum(
+        (visible_tokens(layer, depth) + 1) * kv_bytes_per_token(layer, p.kv_dtype)
+        for layer in WINDOWED.layers[: p.n_gpu_layers]
+    )
+    assert model.head_s(tiered, depth) >= read / both * (1 - 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
