@@ -39,9 +39,9 @@ from hybrid import Hybrid
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
-from hybrid.runtime.api import options_of
 from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.engine import Engine
+from hybrid.runtime.options import options_of
 from hybrid.schedule.machine import usable_cores
 from hybrid.schedule.placement import Placement
 

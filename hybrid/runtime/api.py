@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
-import numpy as np
-import numpy.typing as npt
-
-from hybrid.errors import BadRequestError, OutOfMemoryError
+from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
-from hybrid.model.spec import ModelSpec
-from hybrid.model.splits import find_splits
-from hybrid.runtime.arguments import stop_strings, token_ids
+from hybrid.runtime.arguments import stop_strings
 from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.completion import Completion, Stream
 from hybrid.runtime.curve import BatchCurve, curve_of
-from hybrid.runtime.engine import Engine, Logits
 from hybrid.runtime.gbnf import check_grammar
 from hybrid.runtime.generate import generate
-from hybrid.runtime.grammar import grammar_text, schema_grammar
 from hybrid.runtime.llama_api import LlamaAPI
 from hybrid.runtime.llama_arguments import read_llama_arguments
+from hybrid.runtime.options import GenerateOptions, options_of
 from hybrid.runtime.remember import record_of
 from hybrid.runtime.reply import Options
-from hybrid.runtime.sampling import SamplingParams
 from hybrid.runtime.template import ChatTemplate, chosen_template, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.budget import VRAM_RESERVE
 from hybrid.schedule.identity import identify
-from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import Profile, ProfileStore
-from hybrid.schedule.scheduler import Plan, Request, plan
+from hybrid.schedule.scheduler import Request, plan
 
 if TYPE_CHECKING:
     from hybrid.tail.vocab import Vocabulary
@@ -51,26 +40,6 @@ MIN_PREFIX = 16
 """Tokens that all prompts of `generate_many` must begin with to be evaluated apart."""
 
 
-class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `Hybrid.generate` and `Hybrid.chat` beside `stream`."""
-
-    max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int | None
-    stop: str | Sequence[str] | None
-    logit_bias: Mapping[int, float] | None
-    ignore_eos: bool
-    grammar: Any
-    json_schema: str | Mapping[str, Any] | None
-
-
 class Hybrid(LlamaAPI):
     """A model, its early layers on `device` in PyTorch and the rest on the CPU in llama.cpp.
 
@@ -79,9 +48,6 @@ class Hybrid(LlamaAPI):
 
     Threads may share it: their requests wait for each other. Of streams only the one begun last can be read on.
     """
-
-    _engine: Engine | None = None
-    _file: ModelFile | None = None
 
     def __init__(
         self,
@@ -177,97 +143,6 @@ class Hybrid(LlamaAPI):
         self._load_s = time.perf_counter() - start
         if verbose:
             print(*self._notes, sep="\n", file=sys.stderr)
-
-    def _open(self, spec: ModelSpec, chosen: Plan, request: Request, auto: bool) -> Engine:
-        """The engine of a plan. Where `auto` chose it and the memory is not there after all, with a layer fewer."""
-        assert self._file is not None
-        self._notes += chosen.notes
-        try:
-            return Engine(self._file, spec, chosen.placement, progress=self._progress)
-        except OutOfMemoryError as e:
-            k = chosen.placement.n_gpu_layers
-            fewer = [smaller for smaller in find_splits(spec).allowed if smaller < k]
-            if not auto or not fewer:
-                raise
-            self._notes.append(f"{k} layers did not fit after all, {fewer[-1]} are tried ({e})")
-        gc.collect()  # the exception, the frames it has seen and what they hold refer to each other
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.cuda.empty_cache()
-        fixed = replace(request, n_gpu_layers=fewer[-1], device=chosen.placement.device, n_ctx=chosen.placement.n_ctx)
-        return self._open(spec, replace(plan(spec, fixed), notes=()), request, auto)
-
-    # -- facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def model_path(self) -> Path:
-        """The file that is open (the first shard of several)."""
-        assert self._file is not None
-        return self._file.path
-
-    @property
-    def placement(self) -> Placement:
-        """What runs where."""
-        return self.engine.placement
-
-    @property
-    def engine(self) -> Engine:
-        """The two halves, for those who want to drive them themselves. Raises BadRequestError once closed, and in
-        a forked process, which has the memory but not the threads."""
-        if self._engine is None:
-            raise BadRequestError("This model is closed.")
-        if os.getpid() != self._pid:
-            raise BadRequestError("This model was loaded in another process; load it in the one that uses it.")
-        return self._engine
-
-    @property
-    def notes(self) -> list[str]:
-        """One-line facts the user should know: what `auto` chose and why, the context's size, expanded types."""
-        return self._notes
-
-    @property
-    def n_ctx(self) -> int:
-        """Tokens the context holds."""
-        return self.placement.n_ctx
-
-    @property
-    def n_used(self) -> int:
-        """Tokens in the context now."""
-        return len(self.engine.tokens())
-
-    # -- tokens --------------------------------------------------------------------------------------------------
-
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special` puts BOS (and EOS) where the model wants them. Text that looks like a
-        control token stays text unless `parse_special`."""
-        return self.engine.vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, control tokens left out."""
-        return self.engine.vocabulary.detokenize(list(tokens))
-
-    def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """The logits after every token, [n_tokens, n_vocab] float32, from an empty context (which is left empty)."""
-        engine = self.engine
-        self._check(tokens)
-        with self._turns.queue, self._turns.begin(object()), engine.scoring():
-            engine.trim(0)
-            rows = engine.evaluate(list(tokens), outputs="all")
-            engine.trim(0)
-        assert rows is not None
-        return rows
-
-    def score(self, tokens: Sequence[int], see: Callable[[int, Logits], None]) -> None:
-        """As `logits`, without holding all of them: `see(i, row)` gets the logits [n_vocab] after each token."""
-        engine, step = self.engine, self.placement.n_batch
-        self._check(tokens)
-        with self._turns.queue, self._turns.begin(object()), engine.scoring():
-            engine.trim(0)
-            for start in range(0, len(tokens), step):
-                rows = engine.evaluate(list(tokens[start : start + step]), outputs="all")
-                assert rows is not None
-                for i, row in enumerate(rows, start):
-                    see(i, row)
-            engine.trim(0)
 
     # -- text ----------------------------------------------------------------------------------------------------
 
@@ -442,53 +317,10 @@ class Hybrid(LlamaAPI):
         vocabulary = self.engine.vocabulary
         return {"bos_token": _spelled(vocabulary, vocabulary.bos), "eos_token": _spelled(vocabulary, vocabulary.eos)}
 
-    def close(self) -> None:
-        """Free both halves and the file; a request of another thread is interrupted first. Calling it again does
-        nothing; nor does it where the model was loaded in another process, which goes on using it."""
-        if self._file is None or os.getpid() != self._pid:
-            return
-        self._closing = True
-        if self._engine is not None:
-            self._engine.interrupt()
-        with self._turns.queue, self._turns.begin(self):
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
-            self._file.close()
-
-    def __enter__(self) -> Hybrid:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        """A model that nobody can reach any more gives its memory back, `with` or not."""
-        if not sys.is_finalizing():
-            self.close()
-
-    def __reduce__(self) -> NoReturn:
-        """Copies would share one KV state; other processes cannot share it at all."""
-        raise TypeError("A loaded model cannot be copied or pickled; load it again where it is needed.")
-
-    def _check(self, tokens: Sequence[int]) -> None:
-        n_vocab = self.engine.vocabulary.n_vocab
-        for token in tokens:
-            if not 0 <= token < n_vocab:
-                raise BadRequestError(f"Token {token} is not in this model's vocabulary of {n_vocab}.")
-        if not tokens:
-            raise BadRequestError("The prompt is empty.")
-
     def _told_prefill(self) -> Callable[[int, int], None] | None:
         """Who wants to know how far a prompt is read."""
         progress = self._progress
         return progress and (lambda done, total: progress("prompt", done / total))
-
-    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
-        """A prompt's token ids. Raises BadRequestError for one that is none."""
-        tokens = self.tokenize(prompt) if isinstance(prompt, str) else token_ids(prompt)
-        self._check(tokens)
-        return tokens
 
     def _in_turn(self, pieces: Iterator[T]) -> Iterator[T]:
         """`pieces` one by one, the model free between them."""
@@ -522,28 +354,6 @@ class Hybrid(LlamaAPI):
         record = record_of(completion)
         if record is not None:
             self._store.add(record)
-
-
-def options_of(
-    *,
-    max_tokens: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    ignore_eos: bool = False,
-    logit_bias: Mapping[int, float] | None = None,
-    grammar: str | None = None,
-    json_schema: str | Mapping[str, Any] | None = None,
-    **sampling: Any,
-) -> Options:
-    """The options of `generate` as one object. Raises BadRequestError for senseless values."""
-    if grammar is not None and json_schema is not None:
-        raise BadRequestError("Give a grammar or a JSON schema, not both.")
-    return Options(
-        sampling=SamplingParams(logit_bias=dict(logit_bias or {}), **sampling),
-        max_tokens=max_tokens,
-        stop=stop_strings(stop),
-        ignore_eos=ignore_eos,
-        grammar=schema_grammar(json_schema) if json_schema is not None else grammar_text(grammar or ""),
-    )
 
 
 def _common(prompts: Sequence[tuple[int, ...]]) -> int:

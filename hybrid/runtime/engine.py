@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from hybrid.errors import BadRequestError, Cancelled, EngineError
+from hybrid.errors import BadRequestError, EngineError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
-from hybrid.runtime.boundary import Boundary, Parcel
-from hybrid.runtime.worker import Job, Worker, wait_all
+from hybrid.runtime.boundary import Parcel
+from hybrid.runtime.pipeline import Chunk, Logits, Pipeline
+from hybrid.runtime.worker import Job
 from hybrid.schedule.placement import Placement
 
 if TYPE_CHECKING:
-    from hybrid.head.head import Head
     from hybrid.runtime.sampling import Sampler
-    from hybrid.tail.tail import Tail
-    from hybrid.tail.vocab import Vocabulary
 
 Outputs = Literal["last", "all"]
-Logits = npt.NDArray[np.float32]
 
 INLINE_TOKENS = 8
 """Batches up to this size run on the caller's thread: over before Ctrl-C matters, and decode pays for no hand-over."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens that are evaluated together, at most n_batch of them, of one sequence or of several, one after the other.
-    All arrays are [n_tokens]."""
-
-    tokens: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
-    seqs: npt.NDArray[np.int32]
-    outputs: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,7 @@ class Step:
     alone: bool
 
 
-class Engine:
+class Engine(Pipeline):
     """The early layers (`head`, torch) and the late ones (`tail`, llama.cpp) as one model with one KV state.
 
     `head` is None at k = 0, `tail` at k = L. Both hold the same tokens of every sequence, also after an error or an
@@ -85,36 +69,11 @@ class Engine:
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
         """Load both halves. With `vram_budget` the head gets no more bytes of its device than that."""
-        self.file, self.spec, self.placement = file, spec, placement
-        self._vram_budget = vram_budget
-        self.head: Head | None = None
-        self.tail: Tail | None = None
-        self._vocabulary: Vocabulary | None = None
-        self._boundary: Boundary | None = None
-        self._stopping = False  # a bool, because setting a threading.Event can be interrupted with its lock held
         self._tokens: list[list[int]] = [[] for _ in range(placement.n_sequences)]
-        self._logits: Logits | None = None
         self._threads = placement.n_threads_tail, placement.n_threads_tail_batch
-        self._tail_thread = Worker("hybrid-tail")
-        self._head_thread = Worker("hybrid-head")
-        try:
-            self._load(progress or (lambda part, done: None))
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(file, spec, placement, vram_budget=vram_budget, progress=progress)
 
     # -- state ---------------------------------------------------------------------------------------------------
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """llama.cpp's tokenizer for this model."""
-        assert self._vocabulary is not None
-        return self._vocabulary
-
-    @property
-    def can_go_back(self) -> bool:
-        """Whether the last tokens of a sequence can be forgotten again: not where a layer's state is recurrent."""
-        return self.tail is None or self.tail.can_go_back
 
     def tokens(self, seq: int = 0) -> tuple[int, ...]:
         """The tokens both halves hold for `seq`, by position."""
@@ -257,12 +216,6 @@ class Engine:
         finally:
             self._reopen_tail(None)
 
-    def interrupt(self) -> None:
-        """From any thread: stop the evaluation under way, which raises Cancelled. Harmless when there is none."""
-        self._stopping = True
-        if self.tail is not None:
-            self.tail.abort()
-
     def sample(self, sampler: Sampler, i: int = -1, edit: Callable[[Logits], Logits] | None = None) -> int:
         """The next token from the logits of the last batch's token `i` (negative: of its outputs, from the end), or
         from what `edit` makes of a copy of them.
@@ -297,21 +250,10 @@ class Engine:
 
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""
-        self._stopping = True
-        self._head_thread.close()
-        self._tail_thread.close()
-        for part in (self._vocabulary, self.tail, self.head):
-            if part is not None:
-                part.close()
-        self.head = self.tail = self._vocabulary = self._boundary = self._logits = None
+        super().close()
+        self._logits = None
 
     # -- inside --------------------------------------------------------------------------------------------------
-
-    def _use_threads(self, single: int, batch: int) -> None:
-        """The tail's threads from now on, for single tokens and for batches of several."""
-        if self.tail is not None and self._threads != (single, batch):
-            self.tail.set_threads(single, batch)
-            self._threads = single, batch
 
     def _chunks(self, tokens: Sequence[int], start: int, seq: int, outputs: Outputs) -> Iterator[Chunk]:
         ids = np.asarray(tokens, np.int32)
@@ -328,161 +270,6 @@ class Engine:
         n += len(self._tokens[seq])
         if n > self.placement.n_ctx:
             raise BadRequestError(f"{n} tokens do not fit the context of {self.placement.n_ctx} tokens.")
-
-    def _front(self, chunk: Chunk, *, alone: bool) -> Parcel | Logits | None:
-        """The head's part, on the head's thread: a hidden state under way, or at k = L the wanted logits. `alone`: the
-        tail does not compute meanwhile."""
-        assert self.head is not None
-        self.head.cache.alone = alone or self.tail is None
-        try:
-            hidden = self.head.forward(chunk.tokens, chunk.positions, chunk.seqs)
-        finally:
-            self.head.cache.alone = True
-        if self._boundary is not None:
-            return self._boundary.send(hidden)
-        if not chunk.outputs.any():
-            return None
-        rows: Logits = self.head.logits(hidden[chunk.outputs.nonzero()[0]]).cpu().numpy()
-        return rows
-
-    def _back(self, chunk: Chunk, front: Parcel | Logits | None) -> None:
-        """The tail's part: from tokens (k = 0) or hidden states to logits; at k = L they are there already."""
-        if not isinstance(front, Parcel):
-            if self.tail is not None:
-                self.tail.decode(chunk.tokens, chunk.positions, chunk.seqs, chunk.outputs)
-            elif front is not None:
-                self._logits = front
-            return
-        assert self.tail is not None
-        try:
-            self.tail.decode(front.open(), chunk.positions, chunk.seqs, chunk.outputs)
-        finally:
-            front.release()
-
-    def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
-        if self.head is None:
-            return None
-        job = self._head_thread.submit(lambda: self._front(chunk, alone=True))
-        try:
-            return job.result()
-        finally:
-            wait_all([job])  # Ctrl-C stops the waiting, not the head
-
-    def _pipeline(
-        self,
-        chunks: Sequence[Chunk],
-        finish: Callable[[Chunk, Parcel | Logits | None], None],
-        progress: Callable[[int], None],
-    ) -> None:
-        """While the tail finishes chunk i, the head works on chunk i + 1. The caller only waits and reports."""
-        ready: queue.SimpleQueue[tuple[Chunk, Parcel | Logits | None] | None] = queue.SimpleQueue()
-        done: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-
-        def produce() -> None:
-            try:
-                for chunk in chunks:
-                    if self._stopping:
-                        return
-                    ready.put((chunk, None if self.head is None else self._front(chunk, alone=False)))
-            finally:
-                ready.put(None)
-
-        def consume() -> None:
-            try:
-                while (item := ready.get()) is not None:
-                    if self._stopping:
-                        _drop(item[1])
-                    else:
-                        finish(*item)
-                        done.put(len(item[0].tokens))
-            except BaseException:
-                self._stopping = True
-                while (item := ready.get()) is not None:  # the head may be waiting for a buffer
-                    _drop(item[1])
-                raise
-            finally:
-                done.put(None)
-
-        jobs: list[Job[None]] = []
-        finished = 0
-        try:
-            jobs.append(self._tail_thread.submit(consume))
-            if self.head is None:
-                produce()
-            else:
-                jobs.append(self._head_thread.submit(produce))
-            while (n := done.get()) is not None:
-                finished += n
-                progress(finished)
-        except BaseException:
-            self.interrupt()
-            ready.put(None)  # in case the producer never began
-            raise
-        finally:
-            wait_all(jobs)
-        for job in jobs:
-            job.result()
-        if self._stopping:
-            raise Cancelled("Interrupted.")
-
-    def _wait_until_idle(self) -> None:
-        """Until both threads have done what they were given, also a job whose `submit` Ctrl-C never let return."""
-        wait_all([thread.submit(lambda: None) for thread in (self._head_thread, self._tail_thread)])
-
-    def _load(self, progress: Callable[[str, float], None]) -> None:
-        """Both halves at the same time; the first failure (or Ctrl-C) stops the other."""
-        k, n_layers = self.placement.n_gpu_layers, self.spec.n_layers
-
-        def begin(thread: Worker, load: Callable[[Callable[[float], None]], None], part: str) -> Job[None]:
-            def work() -> None:
-                try:
-                    load(lambda done: progress(part, done))
-                except BaseException:
-                    self._stopping = True
-                    raise
-
-            return thread.submit(work)
-
-        jobs: list[Job[None]] = []
-        try:
-            if k > 0:
-                jobs.append(begin(self._head_thread, self._load_head, "head"))
-            jobs.append(begin(self._tail_thread, self._load_tail if k < n_layers else self._load_vocabulary, "tail"))
-            for job in jobs:
-                job.wait()
-        except BaseException:
-            self._stopping = True  # Ctrl-C: `close` waits until both have seen it
-            raise
-        for job in sorted(jobs, key=lambda job: isinstance(job.error, Cancelled)):  # the cause before its effect
-            job.result()
-        if self.head is not None and self.tail is not None:
-            self._boundary = Boundary(self.placement.device, self.placement.n_batch, self.spec.n_embd)
-
-    def _load_head(self, progress: Callable[[float], None]) -> None:
-        import torch  # 1.4 s, and k = 0 never pays it
-
-        from hybrid.head.head import Head
-
-        torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
-        self.head = Head(
-            self.file,
-            self.spec,
-            self.placement,
-            vram_budget=self._vram_budget,
-            progress=progress,
-            cancelled=lambda: self._stopping,
-        )
-
-    def _load_tail(self, progress: Callable[[float], None]) -> None:
-        from hybrid.tail.tail import Tail
-
-        self.tail = Tail(self.file, self.spec, self.placement, progress=progress, cancelled=lambda: self._stopping)
-        self._vocabulary = self.tail.vocabulary
-
-    def _load_vocabulary(self, progress: Callable[[float], None]) -> None:
-        from hybrid.tail.vocab import Vocabulary
-
-        self._vocabulary = Vocabulary.open(self.file.path)
 
     def _reopen_tail(self, n_outputs_max: int | None) -> None:
         assert self.tail is not None
@@ -502,9 +289,3 @@ def _mixed(rows: Mapping[int, Sequence[int]], starts: Sequence[int]) -> Chunk:
         np.repeat(np.asarray(list(rows), np.int32), counts),
         np.ones(sum(counts), np.bool_),
     )
-
-
-def _drop(front: Parcel | Logits | None) -> None:
-    """Give back the buffer of a hidden state nobody will read."""
-    if isinstance(front, Parcel):
-        front.release()

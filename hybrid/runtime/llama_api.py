@@ -13,6 +13,7 @@ from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.runtime.arguments import stop_strings, token_ids
 from hybrid.runtime.completion import Completion, Stream
 from hybrid.runtime.grammar import grammar_text
+from hybrid.runtime.loaded import Loaded
 from hybrid.runtime.logprobs import Logits, Logprobs
 from hybrid.runtime.reply import Options
 from hybrid.runtime.responses import Reply, Response, chat_chunks, tool_chunks, usage
@@ -21,15 +22,12 @@ from hybrid.runtime.template import encode_chat
 from hybrid.runtime.tools import as_tools, wanted_form
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hybrid.runtime.engine import Engine
     from hybrid.runtime.template import ChatTemplate
 
 Processor = Callable[[Any, Any], Any]
 
 
-class LlamaAPI:
+class LlamaAPI(Loaded):
     """`create_completion`, `create_chat_completion` and calling the model, for `Hybrid`.
 
     What `llama_cpp.Llama` accepts and this cannot do is an error, never left out in silence.
@@ -39,14 +37,7 @@ class LlamaAPI:
         _spm_infill: bool
 
         @property
-        def engine(self) -> Engine: ...
-        @property
-        def model_path(self) -> Path: ...
-        @property
         def chat_template(self) -> ChatTemplate: ...
-        def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
-        def detokenize(self, tokens: Sequence[int]) -> str: ...
-        def score(self, tokens: Sequence[int], see: Callable[[int, Logits], None]) -> None: ...
         def _defaults(self) -> dict[str, Any]: ...
         def _run(self, tokens: list[int], options: Options, stream: bool) -> Completion | Stream: ...
 

@@ -11,8 +11,9 @@ import psutil
 
 from hybrid.errors import BadRequestError
 from hybrid.runtime.completion import Completion, FinishReason, Memory, Timings
-from hybrid.runtime.engine import Engine, Logits
+from hybrid.runtime.engine import Engine
 from hybrid.runtime.grammar import Grammar, stuck
+from hybrid.runtime.pipeline import Logits
 from hybrid.runtime.sampling import NOTHING, Sampler, SamplingParams
 from hybrid.runtime.text import TextStream
 

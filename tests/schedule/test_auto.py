@@ -12,7 +12,7 @@ import pytest
 from hybrid import Hybrid
 from hybrid.errors import OutOfMemoryError
 from hybrid.model.file import ModelFile
-from hybrid.runtime import api
+from hybrid.runtime import loaded
 from hybrid.runtime.engine import Engine
 from hybrid.schedule import facts, scheduler
 from hybrid.schedule.identity import identify
@@ -149,7 +149,7 @@ def test_a_failed_allocation_costs_a_layer_and_is_said(tiny: Path, monkeypatch: 
                 raise OutOfMemoryError("The KV cache needs more than there is.")
             super().__init__(*args, **others)
 
-    monkeypatch.setattr(api, "Engine", Tight)
+    monkeypatch.setattr(loaded, "Engine", Tight)
     with Hybrid(tiny, device="cpu", n_ctx=256) as model:
         assert model.placement.n_gpu_layers == 2
         assert sum("did not fit after all" in note for note in model.notes) == 2

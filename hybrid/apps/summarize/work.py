@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hybrid.apps.summarize.quality import Problem, cleaned, loop_of, problem, without_loop
-from hybrid.runtime.api import options_of
 from hybrid.runtime.batch import Task
+from hybrid.runtime.options import options_of
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
