@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import psutil
-
 from hybrid.errors import BadRequestError
 from hybrid.runtime.completion import Completion, FinishReason, Memory, Timings
 from hybrid.runtime.engine import Engine
@@ -126,6 +124,8 @@ class Reply:
 
     def completion(self, *, n_cached: int, prefill_s: float | None, load_s: float | None = None) -> Completion:
         """The whole, after `finish`. `prefill_s`: what the prompt's other tokens took; None if they were not read."""
+        import psutil  # not before the first token is out
+
         engine, first_at = self._engine, self._first_at
         decode_s = self._ended - (first_at or self._ended) - self._waited_s
         n = len(self.tokens)

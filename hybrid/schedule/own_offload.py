@@ -7,7 +7,6 @@ architectures that our head does not know. Its VRAM is llama.cpp's business: no 
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.spec import ModelSpec
@@ -45,6 +44,8 @@ def asked_layers(asked: int | str, spec: ModelSpec) -> int:
     if layers == 0:
         return 0
     if not supports_offload():
+        from importlib.metadata import version  # takes longer to import than what is said here every day
+
         raise UnsupportedError(NOT_BUILT.format(version=version("llama-cpp-python")) + ".")
     return layers if layers < spec.n_layers else spec.n_layers + 1
 
