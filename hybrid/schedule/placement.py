@@ -61,6 +61,18 @@ class Placement:
         return f"{self.n_gpu_layers} layers on {self.device}" if self.n_gpu_layers else "all layers on the CPU"
 
     @property
+    def n_offloaded(self) -> int:
+        """Layers on a GPU, be it the head's or llama.cpp's own (whose output head counts as one more)."""
+        return self.llama_gpu_layers or self.n_gpu_layers
+
+    @property
+    def strategy(self) -> str:
+        """Where the KV cache of those layers lies, and whose they are."""
+        if self.llama_gpu_layers:
+            return "llama.cpp" if self.offload_kqv else "llama.cpp -nkvo"
+        return self.kv if self.n_gpu_layers else "device"
+
+    @property
     def n_outputs(self) -> int:
         """Rows of logits a batch may ask for."""
         return self.n_sequences + self.n_draft
