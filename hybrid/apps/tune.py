@@ -223,10 +223,13 @@ class _Session:
         left = None if self.request.exhaustive else self.request.budget_s - self._spent()
         limit = self.pace.limit_s(p, left, first=not self.trials)
         trial = run_trial(self.condition(p), timeout_s=limit)
+        self.trials.append(trial)
         if trial.failure is None:
             self.pace.see(p, trial.wall_s)
+        elif trial.failure.kind == "too slow" and limit == left:
+            self.notes.append(f"The time was up before -ngl {p.n_offloaded} was measured, after {limit:.0f} s of it.")
+            return  # which says nothing about the placement
         record = record_of(trial)
-        self.trials.append(trial)
         self.records.append(record)
         self.store.add(record)
 

@@ -112,6 +112,17 @@ def test_what_there_was_no_time_for_is_said_and_is_no_failure(tuned: Callable[..
     assert "--budget gives more" in note
 
 
+def test_what_was_under_way_when_the_time_was_up_is_said_and_is_no_failure(tuned: Callable[..., TuneReport]) -> None:
+    machine = SlowMachine(10, lasts=lambda p: 3.0 if p.n_gpu_layers else 1.0)
+    report = tuned(machine)
+    assert machine.now == BUDGET_S
+    assert measured(report) == {0}
+    assert {row.verdict for row in report.rows if row.placement.n_gpu_layers} == {"not measured"}
+    assert any(
+        note.startswith("The time was up before -ngl ") and note.endswith("after 50 s of it.") for note in report.notes
+    )
+
+
 def test_a_machine_too_slow_for_the_budget_gives_one_figure_all_the_same(tuned: Callable[..., TuneReport]) -> None:
     machine = SlowMachine(1.0)
     report = tuned(machine, budget_s=0.01)
