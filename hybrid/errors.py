@@ -23,7 +23,14 @@ class BadRequestError(HybridError):
 
 
 class OutOfMemoryError(HybridError):
-    """Something does not fit; the message names what, how much it needs and how much there is."""
+    """Something does not fit; the message names what, how much it needs and how much there is.
+
+    `on_device`: it is the device's memory (an emulated one's budget included) that is full, and not the host's.
+    """
+
+    def __init__(self, message: str, *, on_device: bool = False) -> None:
+        super().__init__(message)
+        self.on_device = on_device
 
 
 class EngineError(HybridError):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hybrid.apps.compare_modes import ALONE, Mode, chosen_modes
 from hybrid.apps.compare_verdict import verdict
+from hybrid.apps.conditions import WARMUP, busy, prompt_tokens
 from hybrid.apps.runner import run_trial
-from hybrid.apps.tune import busy, prompt_tokens
 from hybrid.errors import BadRequestError
 from hybrid.files import write_atomically
 from hybrid.model.architectures import read_spec
@@ -28,7 +28,6 @@ from hybrid.schedule.profile import now
 from hybrid.schedule.scheduler import default_device, vram_limit
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
-WARMUP = 4
 SHORT, LONG = 256, 2048
 """Tokens, where nobody said which and no budget does either."""
 CONTEXT_STEP = 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 from hybrid.apps.compare_modes import ALONE
@@ -28,13 +29,20 @@ def verdict(report: CompareReport) -> tuple[str, ...]:
     groups = [(setting, rows) for setting, rows in groups if rows]
     if not groups:
         return ("Nothing was measured.",)
-    lines: list[str] = []
+    lines = list(_left_out(report))
+    asked = len(report.modes)
     for kind in dict.fromkeys((setting.kv_dtype, setting.n_sequences) for setting, _ in groups):
         ours = [(s, rows) for s, rows in groups if (s.kv_dtype, s.n_sequences) == kind]
-        found = [*_completes(ours), *_fastest(ours), *_costs(ours, report), *_crossings(ours), *_worth(ours, report)]
+        found = [
+            *_completes(ours, asked),
+            *_fastest(ours, asked),
+            *_costs(ours, report),
+            *_crossings(ours, asked),
+            *_worth(ours, report),
+        ]
         label = _label(groups, *kind)
         lines += [label + line for line in found]
-    lines += _by_sequences(groups)
+    lines += _by_sequences([(setting, rows) for setting, rows in groups if len(rows) == asked])
     lines += _outputs(groups, report)
     lines += _noise(groups)
     if report.emulated:
@@ -52,12 +60,36 @@ def _label(groups: Sequence[tuple[Setting, Rows]], kv_dtype: str, n_sequences: i
     return f"[{', '.join(parts)}] " if parts else ""
 
 
-def _completes(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
+def _left_out(report: CompareReport) -> Iterator[str]:
+    """What an interruption left unmeasured: whatever is said afterwards is not said of that."""
+    parts = []
+    for setting, rows in report.groups:
+        missing = [row.mode for row in rows if not row.trials]
+        where = f"at {setting.depth:,} tokens{_more(report, setting)}"
+        if missing:
+            parts.append(f"{'nothing' if len(missing) == len(rows) else 'not ' + listed(missing)} {where}")
+    if parts:
+        yield f"Not all of it was run: {'; '.join(parts)}. What follows is of the rest."
+    runs = [len(row.trials) for row in report.rows if row.finished]
+    if runs and min(runs) < report.request.repeats and report.interrupted:
+        yield f"Of {report.request.repeats} runs of everything some had only {min(runs)} before the interruption."
+
+
+def _more(report: CompareReport, setting: Setting) -> str:
+    """What beside the depth sets a setting apart, where there are others."""
+    settings = [s for s, _ in report.groups]
+    parts = [f", {setting.n_sequences} sequences"] if len({s.n_sequences for s in settings}) > 1 else []
+    return "".join(parts + ([f", {setting.kv_dtype} cache"] if len({s.kv_dtype for s in settings}) > 1 else []))
+
+
+def _completes(groups: Sequence[tuple[Setting, Rows]], asked: int) -> Iterator[str]:
     for setting, rows in groups:
         failed, done = [row for row in rows if row.failure], [row for row in rows if row.finished]
         at = f"At {setting.depth:,} tokens"
         if not failed:
-            yield f"{at} {'everything completes' if len(done) > 1 else f'{done[0].mode} completes'}."
+            names = listed([row.mode for row in done])
+            everything = len(done) == asked > 1
+            yield f"{at} {'everything' if everything else names} complete{'s' * (everything or len(done) == 1)}."
             continue
         how = listed([f"{row.mode} ({_how(row)})" for row in failed])
         rest = f"; {listed([row.mode for row in done])} complete{'s' * (len(done) == 1)}" if done else ""
@@ -71,22 +103,36 @@ def _how(row: CompareRow) -> str:
     return f"{row.failure.kind} {stage}".strip()
 
 
-def _fastest(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
+def _fastest(groups: Sequence[tuple[Setting, Rows]], asked: int) -> Iterator[str]:
     for setting, rows in groups:
         ranked = by_speed(rows)
         if len(ranked) < 2:
             continue
-        best, ties, slower = _ranking(ranked)
-        line = f"At {setting.depth:,} tokens {best.mode} decodes fastest, {best.tok_per_s:.1f} tok/s"
-        if ties:
-            line += f", which the runs do not tell apart from {listed([row.mode for row in ties])}"
+        at = f"At {setting.depth:,} tokens" + ("" if len(rows) == asked else ", of what was run,")
+        leaders, slower = _ranking(ranked)
+        best = leaders[0]
+        if len(leaders) == 1:
+            line = f"{at} {best.mode} decodes fastest, {best.tok_per_s:.1f} tok/s"
+        else:
+            names = listed([f"{row.mode} ({row.tok_per_s:.1f})" for row in leaders])
+            line = f"{at} the fastest decoding is not told apart by the runs: {names}, in tok/s"
         if slower:
-            second = slower[0]
-            line += f"; {second.mode} follows with {second.tok_per_s:.1f}"
-        soonest = min(ranked, key=lambda row: row.ttft.median if row.ttft else float("inf"))
-        if soonest.ttft is not None:
-            line += f". The first token comes soonest with {soonest.mode}, after {soonest.ttft.median:.2f} s"
-        yield line + "."
+            line += f"; {slower[0].mode} follows with {slower[0].tok_per_s:.1f}"
+        yield line + _soonest(ranked) + "."
+
+
+def _soonest(rows: Rows) -> str:
+    """Where the first token comes soonest, as a sentence that goes on from another one."""
+    ranked = sorted(((row, row.ttft) for row in rows if row.ttft), key=lambda pair: pair[1].median)
+    if len(ranked) < 2:
+        return ""
+    (best, soonest), *others = ranked
+    ties = [row.mode for row, ttft in others if not told_apart(soonest, ttft)]
+    if len(ties) == len(others):
+        span = f"{soonest.median:.2f} to {ranked[-1][1].median:.2f} s"
+        return f". The times to the first token are not told apart ({span})"
+    close = f", not told apart from {listed(ties)}" if ties else ""
+    return f". The first token comes soonest with {best.mode}, after {soonest.median:.2f} s{close}"
 
 
 def _costs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Iterator[str]:
@@ -110,60 +156,96 @@ def _costs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Ite
         )
 
 
-def _crossings(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
+def _crossings(groups: Sequence[tuple[Setting, Rows]], asked: int) -> Iterator[str]:
     if len(groups) < 2:
         return
-    found: list[tuple[float, str]] = []
-    for (near, rows_near), (far, rows_far) in pairwise(groups):
-        before, after = {r.mode: r for r in rows_near}, {r.mode: r for r in rows_far}
-        for a, b in combinations([mode for mode in before if mode in after], 2):
-            depth = crossover(before[a], before[b], after[a], after[b])
-            if depth is not None:
-                loser, winner = (a, b) if _quicker(before[a], before[b]) else (b, a)
-                measured = f"(measured at {near.depth:,} and {far.depth:,})"
-                what = f"From about {_round(depth):,} tokens on {winner} decodes faster than {loser} {measured}."
-                found.append((depth, what))
-    yield from (what for _, what in sorted(found)[:MOST_CROSSINGS])
+    found: list[Crossing] = []
+    for a, b in combinations(dict.fromkeys(row.mode for _, rows in groups for row in rows), 2):
+        ours, theirs = ([row for _, rows in groups for row in rows if row.mode == mode] for mode in (a, b))
+        found += crossings(ours, theirs)
+    found.sort(key=lambda crossing: crossing.depth)
+    for one in found[:MOST_CROSSINGS]:
+        doubt = "; in between the runs do not tell them apart" if one.doubtful else ""
+        yield (
+            f"From about {_round(one.depth):,} tokens on {one.winner} decodes faster than {one.loser} "
+            f"(measured at {one.near:,} and {one.far:,}{doubt})."
+        )
     if len(found) > MOST_CROSSINGS:
         yield f"{len(found) - MOST_CROSSINGS} more pairs change places; the table has their speeds."
     many = any(len(by_speed(rows)) > 1 for _, rows in groups[1:])
     if not found and many:
+        which = "No two modes" if all(len(rows) == asked for _, rows in groups) else "Of what was run no two modes"
         yield (
-            f"No two modes change places between {groups[0][0].depth:,} and {groups[-1][0].depth:,} tokens, as far as "
+            f"{which} change places between {groups[0][0].depth:,} and {groups[-1][0].depth:,} tokens, as far as "
             "the runs tell them apart."
         )
 
 
-def crossover(a_near: CompareRow, b_near: CompareRow, a_far: CompareRow, b_far: CompareRow) -> float | None:
-    """The depth at which two modes change places, by a straight line between two depths where each is clearly the
-    faster one once; None where they do not, or where one of them has no speed."""
-    spreads = [row.decode for row in (a_near, b_near, a_far, b_far)]
-    if any(spread is None for spread in spreads):
-        return None
-    a0, b0, a1, b1 = (spread for spread in spreads if spread is not None)
-    flips = (told_apart(a0, b0) and told_apart(b1, a1)) or (told_apart(b0, a0) and told_apart(a1, b1))
-    if not flips:
-        return None
-    before, after = a0.median - b0.median, a1.median - b1.median
-    near, far = a_near.setting.depth, a_far.setting.depth
-    return near + (far - near) * before / (before - after)
+@dataclass(frozen=True)
+class Crossing:
+    """Two modes change places at about `depth`: at `near` the loser was clearly the faster one, at `far` the winner
+    is. `doubtful`: they were measured in between too, without being told apart."""
+
+    depth: float
+    near: int
+    far: int
+    winner: str
+    loser: str
+    doubtful: bool
+
+
+def crossings(ours: Rows, theirs: Rows) -> list[Crossing]:
+    """Where two modes change places, given their rows by depth: between two depths, however far apart, at each of which
+    one of them is clearly faster, and not the same. The place is where straight lines through the medians cross. Depths
+    at which one has no speed say nothing."""
+    there = {row.setting.depth: row for row in theirs if row.decode}
+    pairs = [(row, there[row.setting.depth]) for row in ours if row.decode and row.setting.depth in there]
+    found: list[Crossing] = []
+    clear: int | None = None
+    for i, (a, b) in enumerate(pairs):
+        if not (_quicker(a, b) or _quicker(b, a)):
+            continue
+        if clear is not None and _quicker(*pairs[clear]) != _quicker(a, b):
+            winner, loser = (a, b) if _quicker(a, b) else (b, a)
+            near, far = pairs[clear][0].setting.depth, a.setting.depth
+            depth = _place(pairs[clear : i + 1])
+            found.append(Crossing(depth, near, far, winner.mode, loser.mode, doubtful=i > clear + 1))
+        clear = i
+    return found
+
+
+def _place(pairs: Sequence[tuple[CompareRow, CompareRow]]) -> float:
+    """The first depth at which the lines through two modes' medians cross; they do."""
+    points = [(a.setting.depth, a.decode.median - b.decode.median) for a, b in pairs if a.decode and b.decode]
+    for (near, before), (far, after) in pairwise(points):
+        if before * after <= 0 and before != after:
+            return near + (far - near) * before / (before - after)
+    return float(points[-1][0])
 
 
 def _worth(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Iterator[str]:
-    idle: list[str] = []
+    slower: list[str] = []
     for setting, rows in groups:
         ranked = by_speed(rows)
         alone = next((row for row in ranked if _cpu_only(row)), None)
-        if alone is None or len(ranked) < 2 or not any(row.placement.n_gpu_layers for row in ranked):
+        if alone is None or not any(row.placement.n_offloaded for row in ranked):
             continue
-        best, ties, _ = _ranking(ranked)
-        if alone is best or alone in ties:
-            idle.append(f"{setting.depth:,}")
-    if idle:
+        others = [row for row in ranked if row is not alone]
+        if any(_quicker(row, alone) for row in others):
+            continue
+        ties = [row.mode for row in others if not _quicker(alone, row)]
+        if not ties:
+            slower.append(f"{setting.depth:,}")
+            continue
+        yield (
+            f"At {setting.depth:,} tokens nothing on the device is clearly faster than {ALONE} on the CPU alone, which "
+            f"takes no VRAM; the runs do not tell it apart from {listed(ties)}."
+        )
+    if slower:
         but = " (which an emulated device cannot beat)" if report.emulated else ""
         yield (
-            f"At {listed(idle)} tokens nothing on the device pays: {ALONE} on the CPU alone decodes as fast as the "
-            f"rest or faster{but}, and takes no VRAM."
+            f"At {listed(slower)} tokens nothing on the device pays: {ALONE} on the CPU alone decodes faster than the "
+            f"rest{but}, and takes no VRAM."
         )
     yield from _too_long(groups, report)
 
@@ -184,10 +266,12 @@ def _too_long(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> 
     if not far and report.limits:
         far = "By the Ledger the device does not hold all layers with any cache"
     fits = max((row for _, row, _ in whole if row.tok_per_s is not None), key=lambda r: r.setting.depth, default=None)
-    best = next(iter(by_speed(rows)), None)
+    leaders, _ = _ranking(by_speed(rows))
+    best = leaders[0] if leaders else None
     smaller = "a shorter context, a q8_0 cache or a smaller quantisation of the model"
     if best is None or best.tok_per_s is None:
-        yield f"{far + '. ' if far else ''}Nothing here completes {setting.depth:,} tokens: take {smaller}."
+        ran = "Nothing here" if len(rows) == len(report.modes) else "Nothing that was run"
+        yield f"{far + '. ' if far else ''}{ran} completes {setting.depth:,} tokens: take {smaller}."
     elif fits is not None and fits.tok_per_s is not None and best.tok_per_s < MUCH_SLOWER * fits.tok_per_s:
         yield (
             f"{far + '. ' if far else ''}What does complete {setting.depth:,} tokens makes {best.tok_per_s:.1f} tok/s "
@@ -195,7 +279,8 @@ def _too_long(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> 
             f"{smaller} is likely to be worth more."
         )
     elif far:
-        yield f"{far}; for more, {best.mode} is the fastest way at {setting.depth:,}."
+        ways = "is the fastest way" if len(leaders) == 1 else "are the fastest ways, not told apart,"
+        yield f"{far}; for more, {listed([row.mode for row in leaders])} {ways} at {setting.depth:,}."
 
 
 def _by_sequences(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
@@ -204,8 +289,8 @@ def _by_sequences(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
     for setting, rows in groups:
         ranked = by_speed(rows)
         if len(ranked) > 1:
-            best, ties, _ = _ranking(ranked)
-            name = "none clearly" if ties else best.mode
+            leaders, _ = _ranking(ranked)
+            name = "none clearly" if len(leaders) > 1 else leaders[0].mode
             winners.setdefault((setting.kv_dtype, setting.depth), {})[setting.n_sequences] = name
     for (kv_dtype, depth), by_count in winners.items():
         if len(set(by_count.values())) > 1:
@@ -255,11 +340,10 @@ def by_speed(rows: Rows) -> list[CompareRow]:
     return sorted((row for row in rows if row.decode), key=lambda row: row.decode.median if row.decode else 0.0)
 
 
-def _ranking(ranked: Rows) -> tuple[CompareRow, list[CompareRow], list[CompareRow]]:
-    """The fastest, what the runs do not tell apart from it, and what is slower."""
-    best = ranked[0]
-    ties = [row for row in ranked[1:] if not _quicker(best, row)]
-    return best, ties, [row for row in ranked[1:] if row not in ties]
+def _ranking(ranked: Rows) -> tuple[list[CompareRow], list[CompareRow]]:
+    """The fastest with what the runs do not tell apart from it, and what is slower."""
+    leaders = [row for row in ranked if not _quicker(ranked[0], row)]
+    return leaders, [row for row in ranked if row not in leaders]
 
 
 def _quicker(a: CompareRow, b: CompareRow) -> bool:
@@ -268,7 +352,7 @@ def _quicker(a: CompareRow, b: CompareRow) -> bool:
 
 
 def _cpu_only(row: CompareRow) -> bool:
-    return row.placement.n_gpu_layers == 0 and row.placement.llama_gpu_layers == 0
+    return row.placement.n_offloaded == 0
 
 
 def listed(words: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid.apps.commands import flags
 from hybrid.errors import BadRequestError
 from hybrid.model.records import TensorInfo
 from hybrid.model.spec import ModelSpec
@@ -50,6 +51,8 @@ class PlanReport:
     budget: Budget
     candidates: tuple[Candidate, ...]
     best: Candidate | None
+    flags: str
+    """Options that give the best; empty where nothing can run."""
     uncertainty: float
     """Of predicted seconds, relative."""
     notes: tuple[str, ...]
@@ -70,6 +73,7 @@ class PlanReport:
             "uncertainty": self.uncertainty,
             "candidates": [candidate.to_dict() for candidate in self.candidates],
             "best": None if self.best is None else self.candidates.index(self.best),
+            "flags": self.flags,
             "notes": list(self.notes),
             "advice": list(self.advice),
         }
@@ -95,6 +99,7 @@ def make_plan(
         budget=budget,
         candidates=tuple(found),
         best=winner,
+        flags=" ".join(flags(winner.placement, spec, machine.cpu.cores)) if winner else "",
         uncertainty=model.rates.uncertainty,
         notes=tuple(_notes(model, base, budget, request)),
         advice=tuple(_advice(model, base, budget, request, winner)),

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
+from hybrid.report.trial import Condition, Failure, FailureKind, PeakMemory, Trial
 from hybrid.schedule.cost_fit import Measurement
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import now
@@ -79,9 +79,13 @@ def run_task(
     deadline = None if timeout_s is None else start + timeout_s
     stage = ""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-        )
+        try:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+        except OSError as e:  # no memory to fork, no more processes allowed
+            failure = Failure(kind="lost", message=f"Its process could not be started: {e.strerror or e}.")
+            return Outcome(None, failure, time.perf_counter() - start)
         try:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -145,5 +149,5 @@ def _death(code: int, errors: IO[bytes], stage: str) -> Failure:
     errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4096))
     words = errors.read().decode(errors="replace").strip().splitlines()
     last = words[-1].strip() if words else "it said nothing"
-    kind: Any = "out of memory" if last.startswith("MemoryError") else "crashed"
+    kind: FailureKind = "lost" if code == 0 else "out of RAM" if last.startswith("MemoryError") else "crashed"
     return Failure(kind=kind, stage=stage, message=f"It ended with exit code {code}: {last}.")

@@ -3,61 +3,55 @@
 from __future__ import annotations
 
 import math
-import os
-import shlex
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
 
+from hybrid.apps.commands import command
+from hybrid.apps.conditions import WARMUP, busy, prompt_tokens
 from hybrid.apps.runner import run_calibration, run_trial
-from hybrid.errors import BadRequestError
+from hybrid.apps.tune_candidates import REPEATS, chosen_depth, chosen_device, chosen_placements
+from hybrid.apps.tune_pace import Pace
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.report.trial import Condition, Spread, Trial
+from hybrid.report.trial import LEAST_DECODED, Condition, Spread, Trial
 from hybrid.report.tuning import Row, TuneReport, TuneRequest
-from hybrid.schedule.budget import Budget, mib, ram_budget
-from hybrid.schedule.candidates import smallest_vram, tunable
+from hybrid.schedule.budget import Budget, ram_budget
 from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_fit import fit
 from hybrid.schedule.cost_prior import assumed_rates
 from hybrid.schedule.estimate import Estimate, measured_s, same_speed
 from hybrid.schedule.identity import identify
 from hybrid.schedule.ledger import ledger_of
-from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.machine_store import this_machine, unmeasured_machine
+from hybrid.schedule.own_offload import own_vram_bytes, stand_in
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import ProfileStore, Record, now
-from hybrid.schedule.scheduler import default_device, vram_limit
-from hybrid.schedule.search import next_option
-from hybrid.schedule.sentences import EMULATED, longer_than_trained
+from hybrid.schedule.scheduler import vram_limit
+from hybrid.schedule.search import FIRST, next_option
 
 __all__ = ["Row", "TuneReport", "TuneRequest", "tune"]
 
-WARMUP, REPEATS = 4, 3
 SECONDS_A_REPEAT = 0.4
-LEAST_DECODED, MOST_DECODED = 6, 64
-"""Tokens of a repeat: about so many seconds' worth."""
+MOST_DECODED = 64
+"""Tokens of a repeat: about so many seconds' worth, this many at most."""
 PREFILLS = 2
-CALIBRATION_DEPTH, CALIBRATION_SHARE = 256, 0.25
-"""Tokens, and the most of the time budget that fitting the CostModel may take."""
+CALIBRATION_DEPTH, CALIBRATION_SHARE = 256, 0.3
+"""Tokens, and the share of the time that is left which fitting the CostModel may be expected to take."""
+CALIBRATION_PROMPTS, CALIBRATION_TOKENS = 3, 40
+"""What a calibration evaluates: prompts of its depth, and single tokens (`hybrid.apps.calibrate`)."""
+CALIBRATION_PATIENCE = 3
+"""A calibration that takes so many times longer than expected is given up."""
 ROUNDS = 2
 """Of an exhaustive sweep, there and back, so that what drifts does not favour one end."""
-START_S = 3.0
-"""A process's start and its loading, before one was seen."""
-BUSY = 0.75
-"""A load average of so many times the cores, before anything was measured, is worth a word."""
-SLOWEST = 20
-"""A measurement that takes so many times longer than expected is ended."""
-PATIENCE = 5
-"""Before anything was measured it may take so many times the whole budget: one figure is more than none."""
 
+
+MEMORY = {"out of memory": "vram", "out of RAM": "ram", "killed": "ram"}
+"""Which memory was too small, by how a run failed; the system kills for RAM."""
 
 OnProgress = Callable[[str, float, float], None]
-"""Called with what is done now, the seconds spent, and those left at most."""
+"""Called with what is done now, the seconds spent, and those left: at most; of an exhaustive sweep about so many."""
 
 
 def tune(
@@ -83,6 +77,8 @@ class _Session:
     trials: list[Trial] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     interrupted: bool = False
+    _known_needs: dict[Placement, dict[str, int]] = field(default_factory=dict)
+    _known_keys: dict[Placement, Placement] = field(default_factory=dict)
 
     def run(self) -> TuneReport:
         self.started = time.perf_counter()
@@ -91,18 +87,29 @@ class _Session:
         self.store = ProfileStore(identify(self.file))
         profile = self.store.load()
         self.notes = list(profile.notes)
-        self.device = request.device or default_device() or "cpu"
-        self.depth = _depth(request)
+        self.device = chosen_device(request)
+        self.depth = chosen_depth(request)
         self.budget = Budget(
             vram_bytes=vram_limit(self.device, request.vram_bytes, request.vram_reserve), ram_bytes=ram_budget()
         )
-        self.placements = self._placements()
-        self.records = [r for r in profile.records if self._counts(r)]
+        self.placements, notes = chosen_placements(self.spec, request, self.device, self.budget)
+        self.notes += notes
+        wanted = {self._key(p) for p in self.placements}
+        self.records = [r for r in profile.records if self._counts(r, wanted)]
         reused = len(self.records)
         self.notes += busy()
+        machine = this_machine() or unmeasured_machine()
+        known = profile.rates.get(self.device.partition(":")[0])
+        self.uncalibrated = known is None
+        self.model = CostModel(self.spec, machine, known or assumed_rates(machine, self.device))
+        self.pace = Pace(self._work_s, request.budget_s)
+        for record in self.records:
+            if record.source == "tune" and not record.failure:
+                self.pace.see(record.placement, record.wall_s)
         try:
-            self.model = self._cost_model(profile.rates.get(self.device.partition(":")[0]))
             if request.exhaustive:
+                if self.uncalibrated:
+                    self._calibrate()
                 self._sweep()
             else:
                 self._search()
@@ -112,104 +119,124 @@ class _Session:
 
     # -- before ------------------------------------------------------------------------------------------------------
 
-    def _placements(self) -> list[Placement]:
-        request, spec = self.request, self.spec
-        base = Placement(
-            device=self.device,
-            n_gpu_layers=0,
-            n_ctx=request.n_ctx,
-            n_sequences=request.n_sequences,
-            kv_dtype=request.kv_dtype,
-        )
-        if request.n_ctx > spec.n_ctx_train > 0:
-            self.notes.append(longer_than_trained(request.n_ctx, spec))
-        found = tunable(spec, base, self.budget, n_batch=request.n_batch, threads=_threads(request.threads))
-        if request.device is None and self.device == "cpu":
-            self.notes.append("No GPU that PyTorch can use: only -ngl 0 is tried (--device cpu emulates a GPU).")
-            found = [p for p in found if p.n_gpu_layers == 0]
-        elif not any(p.n_gpu_layers for p in found) and self.budget.vram_bytes is not None:
-            least = smallest_vram(spec, base, request.n_batch)
-            why = f"the smallest budget is {mib(least)}" if least else "this model cannot be split"
-            self.notes.append(f"{mib(self.budget.vram_bytes)} of VRAM hold not even one layer with its context: {why}.")
-        if not found:
-            shortfall = self.budget.shortfall(ledger_of(spec, base))
-            raise BadRequestError(f"Nothing fits this machine: {shortfall}; use a shorter context (-c).")
-        if any(p.n_gpu_layers for p in found) and self.device == "cpu":
-            self.notes.append(EMULATED)
-        return found
-
-    def _counts(self, record: Record) -> bool:
+    def _counts(self, record: Record, wanted: Collection[Placement]) -> bool:
         """Whether an earlier record is worth something here: a speed at a depth that is not far off, or that a budget
         which is the same was too small. What failed otherwise may succeed today."""
         if record.failure:
             return record.failure == "out of memory" and record.vram_budget == self.request.vram_bytes is not None
         depth = record.n_prompt if self.request.objective == "ttft" else record.depth
-        wanted = {same_speed(p, self.request.objective) for p in self.placements}
         near = abs(depth - self.depth) <= max(32, self.depth // 8)
-        return near and same_speed(record.placement, self.request.objective) in wanted
-
-    def _cost_model(self, known: Any) -> CostModel:
-        """With rates that were fitted before, or fitted now, or assumed where that fails."""
-        machine = this_machine() or unmeasured_machine()
-        prior = assumed_rates(machine, self.device)
-        self.model = CostModel(self.spec, machine, known or prior)
-        if known is not None:
-            return self.model
-        split = [p for p in self.placements if p.kv == "device" and 0 < p.n_gpu_layers < self.spec.n_layers]
-        middle = split[len(split) // 2] if split else self.placements[0]
-        self._say("Calibrating the cost model")
-        measured = run_calibration(
-            str(self.file.path),
-            replace(middle, n_sequences=1),
-            min(CALIBRATION_DEPTH, max(1, middle.n_ctx // 2)),
-            vram_budget=self._limit(),
-            timeout_s=CALIBRATION_SHARE * self.request.budget_s,
-        )
-        if not measured:
-            return self.model
-        rates = fit(self.spec, machine, prior, measured)
-        self.store.add(rates={self.device.partition(":")[0]: rates})
-        return CostModel(self.spec, machine, rates)
+        return near and self._key(record.placement) in wanted
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 
     def _search(self) -> None:
-        while True:
-            estimate = self._estimate()
-            option = next_option(estimate.options, estimate.belief, self._open())
-            if option is None:
-                return
-            if self.trials and self._spent() + self._cost(option) > self.request.budget_s:
-                self.notes.append(
-                    f"The time is up before it is certain which is quickest (another {self._cost(option):.0f} s would "
-                    "be needed for the next measurement): --budget gives more, and a second tune goes on from here."
-                )
+        """llama.cpp alone first: its process starts soonest, every other placement is compared with it, and it tells
+        how quick the machine is now, by which all that follows is rationed."""
+        alone = [i for i in self._open() if not self.placements[i].n_offloaded]
+        if alone and not self._seen(alone):
+            self._measure(alone[0])
+        if self.uncalibrated:
+            self._calibrate()
+        while (option := self._next(self._estimate())) is not None:
+            p, first = self.placements[option], not self._seen(self._heads())
+            left = self.request.budget_s - self._spent()
+            if self.trials and not self.pace.affordable(p, left, untried=first and p.n_offloaded > 0):
+                self.notes.append(self._time_is_up(p, first))
                 return
             self._measure(option)
+
+    def _next(self, estimate: Estimate) -> int | None:
+        """What the search wants to know next. Whatever it thinks, something on the device is measured too; and where
+        the time is too short for several of those, that is the likeliest best."""
+        open_options = self._open()
+        option = next_option(estimate.options, estimate.belief, open_options)
+        heads = [i for i in self._heads() if i in open_options]
+        if not heads or self._seen(self._heads()):
+            return option
+        likeliest = min(heads, key=lambda i: estimate.belief.mean[i])
+        several = FIRST * self.pace.cost_s(self.placements[likeliest])
+        return likeliest if option is None or self._spent() + several > self.request.budget_s else option
+
+    def _heads(self) -> list[int]:
+        """Placements with layers on a GPU."""
+        return [i for i, p in enumerate(self.placements) if p.n_offloaded]
+
+    def _seen(self, options: Sequence[int]) -> bool:
+        """Whether one of them was measured, now or earlier."""
+        wanted = {self._key(self.placements[i]) for i in options}
+        timed = (r for r in self.records if measured_s(r, self.request.objective) is not None)
+        return any(self._key(record.placement) in wanted for record in timed)
+
+    def _time_is_up(self, p: Placement, first: bool) -> str:
+        need = f"another {self.pace.cost_s(p):.0f} s would be needed for"
+        if first and p.n_offloaded:
+            return (
+                f"The time is up before anything on the device was measured ({need} -ngl {p.n_offloaded}): --budget "
+                "gives more, and a second tune goes on from here."
+            )
+        return (
+            f"The time is up before it is certain which is quickest ({need} the next measurement): --budget gives "
+            "more, and a second tune goes on from here."
+        )
+
+    def _calibrate(self) -> None:
+        """Fit the CostModel's rates, unless that takes time which measurements need; without it they rest on what is
+        assumed of the machine."""
+        split = [p for p in self.placements if p.kv == "device" and 0 < p.n_gpu_layers < self.spec.n_layers]
+        middle = replace(split[len(split) // 2] if split else self.placements[0], n_sequences=1)
+        depth = min(CALIBRATION_DEPTH, max(1, middle.n_ctx // 2))
+        work = CALIBRATION_PROMPTS * self.model.prefill_s(middle, depth)
+        cost = self.pace.scaled(middle, work + CALIBRATION_TOKENS * self.model.tpot_s(middle, depth))
+        left = self.request.budget_s - self._spent()
+        if not self.request.exhaustive and cost > CALIBRATION_SHARE * left:
+            self.notes.append(
+                f"Predictions rest on assumptions about this machine: calibrating them would take about {cost:.0f} s "
+                "of the time that is left for measuring."
+            )
+            return
+        self._say("Calibrating the cost model")
+        patience = CALIBRATION_PATIENCE * cost
+        if not self.request.exhaustive:
+            patience = min(patience, left / 2)
+        measured = run_calibration(
+            str(self.file.path), middle, depth, vram_budget=self._limit(middle), timeout_s=patience
+        )
+        if not measured:
+            return
+        rates = fit(self.spec, self.model.machine, self.model.rates, measured)
+        self.store.add(rates={self.device.partition(":")[0]: rates})
+        self.model = CostModel(self.spec, self.model.machine, rates)
 
     def _sweep(self) -> None:
         order = list(range(len(self.placements)))
         for number in range(ROUNDS):
-            for option in order if number % 2 == 0 else reversed(order):
+            turn = order if number % 2 == 0 else order[::-1]
+            for done, option in enumerate(turn):
                 if option in self._open():
-                    self._measure(option)
+                    rest = [self.placements[i] for i in turn[done:] + (ROUNDS - 1 - number) * order]
+                    self._measure(option, self.pace.total_s(rest))
 
-    def _measure(self, option: int) -> None:
+    def _measure(self, option: int, left_s: float | None = None) -> None:
         p = self.placements[option]
-        self._say(f"Measuring -ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""))
-        patience = SLOWEST * self._cost(option)
-        if not any(trial.failure is None for trial in self.trials):  # expectations are untested, or the machine is busy
-            patience = max(patience, PATIENCE * self.request.budget_s)
-        trial = run_trial(self.condition(p), timeout_s=patience)
-        record = record_of(trial)
+        self._say(f"Measuring -ngl {p.n_offloaded}" + (f" {kv_words(p)}" if kv_words(p) else ""), left_s)
+        left = None if self.request.exhaustive else self.request.budget_s - self._spent()
+        limit = self.pace.limit_s(p, left, first=not self.trials)
+        trial = run_trial(self.condition(p), timeout_s=limit)
         self.trials.append(trial)
+        if trial.failure is None:
+            self.pace.see(p, trial.wall_s)
+        elif trial.failure.kind == "too slow" and limit == left:
+            self.notes.append(f"The time was up before -ngl {p.n_offloaded} was measured, after {limit:.0f} s of it.")
+            return  # which says nothing about the placement
+        record = record_of(trial)
         self.records.append(record)
         self.store.add(record)
 
     def condition(self, p: Placement) -> Condition:
         """What is run of a placement."""
         ttft = self.request.objective == "ttft"
-        n = round(SECONDS_A_REPEAT / self.model.tpot_s(p, self.depth))
+        n = round(SECONDS_A_REPEAT / self.model.tpot_s(stand_in(self.spec, p), self.depth))
         room = (p.n_ctx - self.depth - 1 - WARMUP) // REPEATS
         return Condition(
             model=str(self.file.path),
@@ -218,41 +245,58 @@ class _Session:
             n_decode=max(1, min(max(n, LEAST_DECODED), MOST_DECODED, room)),
             warmup=WARMUP,
             repeats=0 if ttft else REPEATS,
+            repeat_s=SECONDS_A_REPEAT,
             prefills=PREFILLS if ttft else 0,
-            vram_budget=self._limit(),
+            vram_budget=self._limit(p),
         )
 
-    def _limit(self) -> int | None:
-        """The budget that is enforced; what merely happens to be free on a GPU enforces itself."""
-        return self.request.vram_bytes
+    def _limit(self, p: Placement) -> int | None:
+        """The budget that is enforced; what merely happens to be free on a GPU enforces itself, and what llama.cpp
+        takes there nobody limits."""
+        return None if p.llama_gpu_layers else self.request.vram_bytes
 
     def _open(self) -> list[int]:
-        """Those that may still be measured: not failed, nor larger than what ran out of memory."""
-        shut: dict[Any, int] = {}
+        """Those that may still be measured: they did not fail, nor do they need more of a memory than what ran out of
+        it. More layers need more VRAM and less RAM, so which memory it was decides which way is shut."""
         failed = set()
+        least: dict[tuple[str, bool], int] = {}
         for record in self.records:
-            if record.failure:
-                failed.add(same_speed(record.placement, self.request.objective))
-                if record.failure in ("out of memory", "killed"):
-                    kv = record.placement.kv
-                    shut[kv] = min(record.placement.n_gpu_layers, shut.get(kv, 1 << 30))
+            if not record.failure:
+                continue
+            failed.add(self._key(record.placement))
+            if memory := MEMORY.get(record.failure):
+                kind = memory, bool(record.placement.llama_gpu_layers)
+                least[kind] = min(least.get(kind, 1 << 62), self._needs(record.placement)[memory])
         return [
             i
             for i, p in enumerate(self.placements)
-            if same_speed(p, self.request.objective) not in failed and p.n_gpu_layers < shut.get(p.kv, 1 << 30)
+            if self._key(p) not in failed
+            and all(
+                n_bytes < least.get((memory, bool(p.llama_gpu_layers)), 1 << 62)
+                for memory, n_bytes in self._needs(p).items()
+            )
         ]
 
-    def _cost(self, option: int) -> float:
-        """Seconds one measurement is likely to take."""
-        expected = self._work_s(self.placements[option])
-        starts = [t.wall_s - self._work_s(t.condition.placement) for t in self.trials if t.wall_s and not t.failure]
-        return max(1.0, expected + (max(0.0, median(starts)) if starts else START_S))
+    def _needs(self, p: Placement) -> dict[str, int]:
+        """Bytes that must be there, of each memory; a mapped file need not."""
+        if p not in self._known_needs:
+            ledger = ledger_of(self.spec, p)
+            vram = own_vram_bytes(self.spec, p) if p.llama_gpu_layers else ledger.vram_bytes
+            self._known_needs[p] = {"vram": vram, "ram": ledger.ram_bytes - ledger.mapped_bytes}
+        return self._known_needs[p]
+
+    def _key(self, p: Placement) -> Placement:
+        if p not in self._known_keys:
+            self._known_keys[p] = same_speed(p, self.request.objective, self.spec)
+        return self._known_keys[p]
 
     def _work_s(self, p: Placement) -> float:
+        n_decode = self.condition(p).n_decode
+        p = stand_in(self.spec, p)
         prefill = self.model.prefill_s(p, self.depth) * p.n_sequences
         if self.request.objective == "ttft":
-            return (PREFILLS + (self._limit() is not None)) * prefill
-        return prefill + (WARMUP + REPEATS * self.condition(p).n_decode) * self.model.tpot_s(p, self.depth)
+            return (PREFILLS + (self._limit(p) is not None)) * prefill
+        return prefill + (WARMUP + REPEATS * n_decode) * self.model.tpot_s(p, self.depth)
 
     def _estimate(self) -> Estimate:
         return Estimate(self.model, self.placements, self.records, self.depth, self.request.objective)
@@ -260,9 +304,10 @@ class _Session:
     def _spent(self) -> float:
         return time.perf_counter() - self.started
 
-    def _say(self, what: str) -> None:
+    def _say(self, what: str, left_s: float | None = None) -> None:
+        """Tell whoever waits what is done now; `left_s` where the budget does not say when it ends."""
         spent = self._spent()
-        self.on_progress(what, spent, max(0.0, self.request.budget_s - spent))
+        self.on_progress(what, spent, max(0.0, self.request.budget_s - spent) if left_s is None else left_s)
 
     # -- after -------------------------------------------------------------------------------------------------------
 
@@ -272,8 +317,8 @@ class _Session:
         rows = tuple(self._row(estimate, i, best) for i in range(len(self.placements)))
         if self.interrupted:
             self.notes.append("Interrupted: what was measured is kept, and the next tune goes on from there.")
-        others = any(row.measured and row.placement.n_gpu_layers for row in rows)
-        if best is not None and others and not self.placements[best].n_gpu_layers:
+        others = any(row.measured and row.placement.n_offloaded for row in rows)
+        if best is not None and others and not self.placements[best].n_offloaded:
             self.notes.append("Nothing on the GPU is quicker here than llama.cpp alone.")
         return TuneReport(
             request=self.request,
@@ -283,7 +328,7 @@ class _Session:
             budget=self.budget,
             rows=rows,
             best=best,
-            command="" if best is None else command(self.name, self.placements[best]),
+            command="" if best is None else command(self.name, self.placements[best], self.spec),
             noise=estimate.belief.noise,
             reused=reused,
             trials=tuple(self.trials),
@@ -295,10 +340,10 @@ class _Session:
     def _row(self, estimate: Estimate, i: int, best: int | None) -> Row:
         p, objective = self.placements[i], self.request.objective
         records = estimate.records_of(i)
-        timed = [r for r in records if r.source == "tune" and measured_s(r, objective) is not None]
+        timed = [r for r in records if measured_s(r, objective) is not None]
+        timed = [r for r in timed if r.source == "tune"] or timed  # a chat's speed is better than none
         samples = [s for r in timed for s in (r.prefill_s if objective == "ttft" else r.decode_s)]
         failures = [r for r in records if r.failure]
-        ledger = ledger_of(self.spec, p)
         verdict, message = "not measured", ""
         if failures:
             verdict, message = failures[-1].failure, failures[-1].message
@@ -306,8 +351,8 @@ class _Session:
             verdict = _verdict(estimate, i, best)
         return Row(
             placement=p,
-            vram_bytes=ledger.vram_bytes,
-            ram_bytes=ledger.ram_bytes,
+            vram_bytes=self._needs(p)["vram"],
+            ram_bytes=ledger_of(self.spec, p).ram_bytes,
             predicted_s=estimate.options[i].predicted_s,
             measured=None if failures else Spread.of(samples),
             n_runs=len(timed),
@@ -348,56 +393,8 @@ def record_of(trial: Trial) -> Record:
     )
 
 
-def command(name: str, p: Placement) -> str:
-    """The command line that runs a placement."""
-    words = ["hybrid", "chat", name, "-ngl", str(p.n_gpu_layers), "-c", str(p.n_ctx)]
-    if p.n_gpu_layers and p.device != "cuda":
-        words += ["--device", p.device]
-    if p.n_gpu_layers and p.kv != "device":
-        words += ["--kv", p.kv]
-        words += ["--kv-budget", str(p.kv_budget)] if p.kv_budget is not None else []
-    if p.kv_dtype != "f16":
-        words += ["--kv-type", p.kv_dtype]
-    if p.n_threads_tail != usable_cores():
-        words += ["-t", str(p.n_threads_tail)]
-    return shlex.join(words)
-
-
-def busy() -> list[str]:
-    """A sentence where other programs' work will show in every figure."""
-    with suppress(OSError):
-        load = os.getloadavg()[0]
-        if load > BUSY * usable_cores():
-            return [
-                f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
-                "what is measured now may not hold when they are done."
-            ]
-    return []
-
-
-def prompt_tokens(n: int, n_vocab: int) -> tuple[int, ...]:
-    """n ordinary tokens, not all the same; the same ones every time."""
-    span = max(1, min(n_vocab, 4096) - 100)
-    return tuple(min(100, n_vocab - 1) + (7919 * i) % span if n_vocab > 200 else i % n_vocab for i in range(n))
-
-
-def _depth(request: TuneRequest) -> int:
-    """Tokens in the context, such that what is decoded still fits."""
-    if request.n_ctx < 16:
-        raise BadRequestError("Tuning needs a context of 16 tokens or more.")
-    if request.depth is not None and not 0 < request.depth < request.n_ctx:
-        raise BadRequestError(f"The depth must be between 1 and the context, {request.n_ctx}, not {request.depth}.")
-    most = request.n_ctx - 2 if request.objective == "ttft" else request.n_ctx - 1 - WARMUP - REPEATS * 2
-    wanted = request.depth if request.depth is not None else request.n_ctx // 2
-    return max(1, min(wanted, most))
-
-
-def _threads(asked: int | str | None) -> Sequence[int]:
-    cores = usable_cores()
-    if asked is None:
-        return [cores]
-    if asked == "auto":
-        return sorted({cores, max(1, cores - 1), max(1, cores // 2)}, reverse=True)
-    if not isinstance(asked, int) or asked < 1:
-        raise BadRequestError(f"threads must be a number of 1 or more, or 'auto', not {asked!r}.")
-    return [asked]
+def kv_words(p: Placement) -> str:
+    """Options that tell placements with as many layers apart: "--kv attend", "--engine llama.cpp"."""
+    if p.llama_gpu_layers:
+        return "--engine llama.cpp" + ("" if p.offload_kqv else " -nkvo")
+    return f"--kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""

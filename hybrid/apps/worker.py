@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybrid.errors import HybridError, OutOfMemoryError
+from hybrid.errors import BadFileError, BadRequestError, HybridError, OutOfMemoryError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.report.trial import Condition, PeakMemory
+from hybrid.report.trial import Condition, FailureKind, PeakMemory
 from hybrid.runtime.engine import Engine
 from hybrid.runtime.sampling import Sampler, SamplingParams
 from hybrid.schedule.limits import read_text
@@ -40,16 +40,31 @@ def main() -> None:
         task = json.loads(sys.stdin.readline())
         threading.Thread(target=_end_with_parent, daemon=True).start()
 
+        stage = ""
+
         def say(event: str, **facts: Any) -> None:
+            nonlocal stage
+            stage = event
             out.write(json.dumps({"event": event, **facts}) + "\n")
             out.flush()
 
         try:
             say("done", **TASKS[task.pop("task")](task, say))
-        except (OutOfMemoryError, MemoryError) as e:
-            say("failed", kind="out of memory", message=str(e) or "The machine is out of memory.")
-        except HybridError as e:
-            say("failed", kind="refused", message=str(e))
+        except (HybridError, MemoryError) as e:
+            say("failed", kind=failure_kind(e, stage), message=str(e) or "The machine is out of memory.")
+
+
+def failure_kind(error: HybridError | MemoryError, stage: str) -> FailureKind:
+    """What an error at a stage means to whoever compares conditions."""
+    if isinstance(error, OutOfMemoryError):
+        return "out of memory" if error.on_device else "out of RAM"
+    if isinstance(error, MemoryError):
+        return "out of RAM"
+    if isinstance(error, BadFileError):
+        return "bad file"
+    if isinstance(error, (UnsupportedError, BadRequestError)):
+        return "refused"
+    return "failed to load" if stage == "load" else "failed"
 
 
 def run_condition(condition: Condition, say: Say) -> dict[str, Any]:
@@ -149,8 +164,9 @@ def _decode(engine: Engine, condition: Condition) -> tuple[list[int], list[float
         if condition.repeats == 0:
             return [token], [], 0.0
         warmup_s = stretch(condition.warmup)
+        n = condition.n_in_time(warmup_s / condition.warmup) if condition.warmup else condition.n_decode
         gc.collect()
-        times += [stretch(condition.n_decode) / condition.n_decode for _ in range(condition.repeats)]
+        times += [stretch(n) / n for _ in range(condition.repeats)]
     return made, times, warmup_s
 
 

@@ -132,8 +132,8 @@ def _print(report: PlanReport, title: str) -> None:
     console.print()
     longest = "; `longest` is the context that still meets --tpot" if request.tpot_s is not None else ""
     console.print(f"Predicted speeds may be off by {100 * report.uncertainty:.0f} %{longest}.", markup=False)
-    if report.best is not None:
-        console.print(f"Use: {_flags(report.best)}", markup=False)
+    if report.flags:
+        console.print(f"Use: {report.flags}", markup=False)
     for line in report.advice:
         console.print(line, markup=False)
 
@@ -176,20 +176,6 @@ def _mark(candidate: Candidate, report: PlanReport) -> str:
     if not candidate.available:
         return "not in this version"
     return "emulated" if candidate.ledger.emulated else ""
-
-
-def _flags(candidate: Candidate) -> str:
-    p = candidate.placement
-    flags = [f"-ngl {p.n_gpu_layers}", f"-c {p.n_ctx}"]
-    if p.kv != "device":
-        flags.append(f"--kv {p.kv}")
-    if p.kv_budget is not None:
-        flags.append(f"--kv-budget {p.kv_budget}")
-    if p.kv_dtype != "f16":
-        flags.append(f"--kv-type {p.kv_dtype}")
-    if candidate.ledger.emulated:
-        flags.append("--device cpu")
-    return " ".join(flags)
 
 
 def _tokens(n: int) -> str:

@@ -21,6 +21,7 @@ from hybrid.cli.options import (
     vram_reserve_option,
 )
 from hybrid.cli.units import Bytes, Seconds, size
+from hybrid.schedule.placement import ENGINES
 
 if TYPE_CHECKING:
     from hybrid.report.tuning import Row, TuneReport
@@ -55,6 +56,8 @@ def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> i
               help="CPU threads; auto tries a few numbers.  [default: all cores]")  # fmt: skip
 @batch_size_option
 @kv_type_option
+@click.option("--engine", type=click.Choice(ENGINES), default="auto", show_default=True,
+              help="Whose GPU layers: hybrid's, llama.cpp's own (where it was built with a GPU), or both.")  # fmt: skip
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.")
 @click.option("--exhaustive", is_flag=True, help="Measure everything that fits, twice, however long it takes.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
@@ -78,11 +81,15 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
 
     def left() -> str:
         seconds = ends - time.monotonic()
-        return f"at most {seconds:.0f} s left" if seconds > 0 else "finishing"
+        if seconds > 0:
+            return f"{'about' if request.exhaustive else 'at most'} {seconds:.0f} s left"
+        return "longer than expected" if request.exhaustive else f"the {request.budget_s:.0f} s are over; finishing"
 
     with measuring(left) as show:
 
         def on_progress(what: str, spent: float, left: float) -> None:
+            nonlocal ends
+            ends = time.monotonic() + left
             show(what, spent / max(spent + left, 1e-9))
 
         report = tune(resolve_model(model), request, name=name, on_progress=on_progress)
@@ -139,14 +146,14 @@ def _conclude(report: TuneReport, console: Any) -> None:
         markup=False,
     )
     for message in dict.fromkeys(row.message for row in report.rows if row.message):
-        ks = ", ".join(str(row.placement.n_gpu_layers) for row in report.rows if row.message == message)
-        console.print(f"Failed at -ngl {ks}: {message}", markup=False)
+        where = ", ".join(_name(row) for row in report.rows if row.message == message)
+        console.print(f"Failed at {where}: {message}", markup=False)
     ties = [row for row in report.rows if row.verdict == "tie"]
     if report.best is not None and ties:
         others = ", ".join(_name(row) for row in ties)
         console.print(f"Not told apart from the best: {others}.", markup=False)
     if report.command:
-        emulated = " (emulated)" if report.rows[report.best or 0].placement.n_gpu_layers and report.emulated else ""
+        emulated = " (emulated)" if report.emulated and report.rows[report.best or 0].placement.n_gpu_layers else ""
         console.print(f"Use{emulated}: {report.command}", markup=False)
     else:
         console.print("Nothing was measured.", markup=False)
@@ -154,7 +161,7 @@ def _conclude(report: TuneReport, console: Any) -> None:
 
 def _name(row: Row) -> str:
     p = row.placement
-    return f"-ngl {p.n_gpu_layers}" + (f" --kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else "")
+    return f"-ngl {p.n_offloaded}" + (f" ({p.strategy})" if p.strategy != "device" else "")
 
 
 def _shown(report: TuneReport) -> list[Row]:
@@ -172,10 +179,10 @@ def _cells(row: Row, report: TuneReport) -> list[str]:
         measured = f"{middle} ± {(ends[1] - ends[0]) / 2:.{2 if report.request.objective == 'ttft' else 1}f}"
     style = "[bold]" if row.verdict == "best" else ""
     cells = [
-        str(p.n_gpu_layers),
-        p.kv if p.n_gpu_layers else "-",
+        str(p.n_offloaded),
+        p.strategy if p.n_offloaded else "-",
         str(p.n_threads_tail),
-        size(row.vram_bytes) if p.n_gpu_layers else "-",
+        size(row.vram_bytes) if p.n_offloaded else "-",
         size(row.ram_bytes),
         _speed(row.predicted_s, report),
         measured,

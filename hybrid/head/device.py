@@ -82,7 +82,8 @@ def allocating(what: str, n_bytes: int | None, device: torch.device) -> Iterator
         else:
             need = f"{what} needs {n_bytes:,} bytes ({n_bytes / 2**20:,.1f} MiB), more than {device} has free"
         raise OutOfMemoryError(
-            f"{need}; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b)."
+            f"{need}; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b).",
+            on_device=device.type != "cpu",
         ) from error
 
 

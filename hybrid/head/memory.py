@@ -55,7 +55,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.budget is not None and self.now > self.budget:
             raise OutOfMemoryError(
                 f"The device's memory of {self.budget / 2**20:,.1f} MiB is full: {self.now / 2**20:,.1f} MiB are "
-                "needed; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b)."
+                "needed; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b).",
+                on_device=True,
             )
         return out
 

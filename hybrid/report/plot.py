@@ -55,10 +55,10 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
         return seconds if ttft else n / seconds
 
     for colour, key, rows in _curves(report):
-        ks = [row.placement.n_gpu_layers for row in rows]
+        ks = [row.placement.n_offloaded for row in rows]
         predicted = [value(row.predicted_s) for row in rows]
         axes.plot(ks, predicted, ".:", markersize=3, color=colour, linewidth=1.2, label=f"{key}: predicted")
-        timed = [(row.placement.n_gpu_layers, row.measured) for row in rows if row.measured is not None]
+        timed = [(row.placement.n_offloaded, row.measured) for row in rows if row.measured is not None]
         middles = [value(spread.median) for _, spread in timed]
         ends = [sorted((value(spread.least), value(spread.most))) for _, spread in timed]
         below = [middle - low for middle, (low, _) in zip(middles, ends, strict=True)]
@@ -68,9 +68,9 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
             axes.errorbar(at, middles, [below, above], fmt="o-", color=colour, capsize=3, label=name)
         for row in rows:
             if row.verdict not in ("not measured", "best", "tie") and row.measured is None:
-                axes.plot([row.placement.n_gpu_layers], [0], "x", color=colour)
+                axes.plot([row.placement.n_offloaded], [0], "x", color=colour)
     if report.best is not None and (best := report.rows[report.best]).measured is not None:
-        point = best.placement.n_gpu_layers, value(best.measured.median)
+        point = best.placement.n_offloaded, value(best.measured.median)
         axes.plot(*point, "*", markersize=12, color="gold", markeredgecolor="black", label="best", zorder=5)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("seconds to the first token" if ttft else "tokens per second")
@@ -82,7 +82,7 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
 
 def _draw_memory(axes: Any, report: TuneReport) -> None:
     for colour, key, rows in _curves(report):
-        ks = [row.placement.n_gpu_layers for row in rows]
+        ks = [row.placement.n_offloaded for row in rows]
         axes.plot(
             ks,
             [row.vram_bytes / MIB for row in rows],
@@ -95,7 +95,7 @@ def _draw_memory(axes: Any, report: TuneReport) -> None:
             ks, [row.ram_bytes / MIB for row in rows], ".--", markersize=3, color=colour, alpha=0.6, label=f"{key}: RAM"
         )
         seen = [row for row in rows if row.device_bytes is not None]
-        axes.plot([r.placement.n_gpu_layers for r in seen], [(r.device_bytes or 0) / MIB for r in seen], "o",
+        axes.plot([r.placement.n_offloaded for r in seen], [(r.device_bytes or 0) / MIB for r in seen], "o",
                   color=colour, markersize=4, label="VRAM, most seen" if seen else None)  # fmt: skip
     if report.budget.vram_bytes is not None:
         line = report.budget.vram_bytes / MIB
@@ -113,12 +113,12 @@ def _curves(report: TuneReport) -> Iterator[tuple[str, str, list[Row]]]:
 
     def name(row: Row) -> str:
         p = row.placement
-        kv = f"--kv {p.kv}" if p.n_gpu_layers else "--kv device"
+        kv = p.strategy if p.llama_gpu_layers else f"--kv {p.strategy}"
         return f"{kv} -t {p.n_threads_tail}" if several else kv
 
     for number, key in enumerate(dict.fromkeys(name(row) for row in report.rows)):
         rows = [row for row in report.rows if name(row) == key]
-        yield f"C{number}", key, sorted(rows, key=lambda row: row.placement.n_gpu_layers)
+        yield f"C{number}", key, sorted(rows, key=lambda row: row.placement.n_offloaded)
 
 
 def pyplot() -> Any:

@@ -9,7 +9,17 @@ from typing import Any, Literal
 
 from hybrid.schedule.placement import Placement
 
-FailureKind = Literal["out of memory", "refused", "killed", "crashed", "too slow"]
+FailureKind = Literal[
+    "out of memory", "out of RAM", "killed", "refused", "bad file", "failed to load", "failed", "crashed", "lost",
+    "too slow",
+]  # fmt: skip
+"""The device's memory was full; the host's was; the system killed the process, most likely for its RAM; the condition
+cannot be (here); the model file is no good; llama.cpp or torch could not load it; they failed later; the process died
+of a bug; it ended without a word or never began; it was not done in time."""
+
+
+LEAST_DECODED = 6
+"""Tokens of a repeat: of fewer, one that was disturbed would be most of the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +37,9 @@ class Condition:
     """Tokens decoded before the first repeat, untimed."""
     repeats: int = 3
     """Stretches of n_decode tokens, one behind the other; 0: only the prompt."""
+    repeat_s: float | None = None
+    """Seconds that a repeat may take: where n_decode tokens would take longer, by the warm-up, fewer are decoded (but
+    `LEAST_DECODED`). None: always n_decode, however slow the machine is."""
     prefills: int = 1
     """How often the prompt is evaluated from an empty context and timed; 0: it is only the warm-up."""
     vram_budget: int | None = None
@@ -36,6 +49,12 @@ class Condition:
     def depth(self) -> int:
         """Tokens in the context where decoding begins."""
         return len(self.prompt)
+
+    def n_in_time(self, step_s: float) -> int:
+        """Tokens of a repeat on a machine on which one takes `step_s`."""
+        if self.repeat_s is None:
+            return self.n_decode
+        return min(self.n_decode, max(LEAST_DECODED, int(self.repeat_s / step_s)))
 
     @property
     def n_needed(self) -> int:

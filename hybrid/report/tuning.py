@@ -21,6 +21,8 @@ class TuneRequest:
     n_sequences: int = 1
     objective: Objective = "latency"
     device: str | None = None
+    engine: str = "auto"
+    """Whose GPU layers are tried: "hybrid" (ours), "llama.cpp" (its own), or "auto" (both, where it has a GPU)."""
     vram_bytes: int | None = None
     """What the head may take; None: what is free, less the reserve."""
     vram_reserve: int = VRAM_RESERVE

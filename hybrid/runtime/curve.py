@@ -14,6 +14,7 @@ from typing import Any
 from hybrid.files import replacing
 from hybrid.runtime.engine import Engine
 from hybrid.schedule import facts
+from hybrid.schedule.kv_tiers import by_what_it_holds
 from hybrid.schedule.machine_store import cache_dir
 
 VERSION = 2
@@ -132,7 +133,7 @@ def _key(engine: Engine) -> str:
         (shard.path.name, shard.path.stat().st_size, shard.path.stat().st_mtime_ns) for shard in engine.file.shards
     ]
     cpu = facts.cpu()
-    placement = {**engine.placement.to_dict(), "n_ctx": 0}
+    placement = {**by_what_it_holds(engine.spec, engine.placement).to_dict(), "n_ctx": 0}
     parts = [VERSION, SIZES, shards, placement, cpu.model, cpu.cores]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

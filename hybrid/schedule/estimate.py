@@ -9,7 +9,10 @@ from functools import cached_property
 from statistics import median
 from typing import Literal
 
+from hybrid.model.spec import ModelSpec
 from hybrid.schedule.cost import CostModel
+from hybrid.schedule.kv_tiers import by_what_it_holds
+from hybrid.schedule.own_offload import stand_in
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import Record
 from hybrid.schedule.search import Belief, Observation, Option, believe
@@ -39,8 +42,8 @@ class Estimate:
     def observations(self) -> list[Observation]:
         """Those records that are of one of the placements."""
         found = []
-        for record in self.records:
-            index = self._index.get(same_speed(record.placement, self.objective))
+        for record, key in zip(self.records, self._keys, strict=True):
+            index = self._index.get(key)
             seconds = measured_s(record, self.objective)
             if index is None or seconds is None:
                 continue
@@ -55,28 +58,38 @@ class Estimate:
 
     def records_of(self, index: int) -> list[Record]:
         """Those of one placement, failures included."""
-        wanted = same_speed(self.placements[index], self.objective)
-        return [r for r in self.records if same_speed(r.placement, self.objective) == wanted]
+        wanted = self._key(self.placements[index])
+        return [record for record, key in zip(self.records, self._keys, strict=True) if key == wanted]
 
     def predicted_s(self, p: Placement, depth: int) -> float:
         """By the CostModel alone."""
+        p = stand_in(self.model.spec, p)
         if self.objective == "ttft":
             return p.n_sequences * self.model.prefill_s(p, max(1, depth))
         return self.model.tpot_s(p, depth)
 
     @cached_property
     def _index(self) -> dict[Placement, int]:
-        return {same_speed(p, self.objective): i for i, p in enumerate(self.placements)}
+        return {self._key(p): i for i, p in enumerate(self.placements)}
+
+    @cached_property
+    def _keys(self) -> list[Placement]:
+        """Each record's."""
+        return [self._key(record.placement) for record in self.records]
+
+    def _key(self, p: Placement) -> Placement:
+        return same_speed(p, self.objective, self.model.spec)
 
     def _option(self, p: Placement) -> Option:
         seconds = self.predicted_s(p, self.depth)
+        strategy, layers = (p.strategy, p.n_threads_tail), p.n_offloaded
+        p = stand_in(self.model.spec, p)
         if self.objective == "ttft":
             head, tail = self.model.chunk_s(p, p.n_batch, self.depth // 2)
             share = head / max(head + tail, 1e-12)
         else:
             share = self.model.head_s(p, self.depth) / seconds
-        strategy = (p.kv if p.n_gpu_layers else "device", p.n_threads_tail)
-        return Option(strategy, p.n_gpu_layers / self.model.spec.n_layers, min(1.0, share), seconds)
+        return Option(strategy, min(1.0, layers / self.model.spec.n_layers), min(1.0, share), seconds)
 
 
 def measured_s(record: Record, objective: Objective) -> float | None:
@@ -85,9 +98,9 @@ def measured_s(record: Record, objective: Objective) -> float | None:
     return median(samples) if samples else None
 
 
-def same_speed(p: Placement, objective: Objective) -> Placement:
+def same_speed(p: Placement, objective: Objective, spec: ModelSpec) -> Placement:
     """The placement with everything alike that does not change how fast it is: two that agree are one measurement."""
-    p = replace(p, n_ctx=1, device=p.device.partition(":")[0])
+    p = replace(by_what_it_holds(spec, p), n_ctx=1, device=p.device.partition(":")[0])
     if p.n_gpu_layers == 0:
         p = replace(p, device="cpu", kv="device", kv_budget=None, n_threads_head=1, n_threads_attend=1)
     if objective != "ttft":

@@ -4,7 +4,7 @@ the head, the Ledger and the cost model share."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybrid.model.spec import LayerSpec, ModelSpec
 from hybrid.schedule.kv_size import cached_tokens, kv_bytes_per_token, layer_kv_bytes, visible_tokens
@@ -42,20 +42,32 @@ def tiers(layers: Sequence[LayerSpec], placement: Placement) -> list[Tiers]:
     """
     caps = [cached_tokens(layer, placement) for layer in layers]
     stay = [placement.kv == "device" or bool(layer.window and placement.kv_keep_sliding) for layer in layers]
-    recent = 0
-    if placement.kv == "tiered":
-        moving = [
-            (cap, placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype))
-            for layer, cap, stays in zip(layers, caps, stay, strict=True)
-            if not stays
-        ]
-        recent = _recent(moving, placement.kv_budget, placement.n_ctx)
+    recent = recent_tokens(layers, placement) if placement.kv == "tiered" else 0
     found = []
     for cap, stays in zip(caps, stay, strict=True):
         device = cap if stays else min(cap, recent)
         slack = SPILL_TOKENS if device else 0  # a block is moved whole, before there is need for all of it
         found.append(Tiers(device, 0 if device == cap else min(cap, cap - device + slack)))
     return found
+
+
+def recent_tokens(layers: Sequence[LayerSpec], placement: Placement) -> int:
+    """Most recent tokens of each sequence that the budget of `tiered` holds on the device: n_ctx where it holds all."""
+    moving = [
+        (cached_tokens(layer, placement), placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype))
+        for layer in layers
+        if not (layer.window and placement.kv_keep_sliding)
+    ]
+    return _recent(moving, placement.kv_budget, placement.n_ctx)
+
+
+def by_what_it_holds(spec: ModelSpec, placement: Placement) -> Placement:
+    """The placement with the tokens that the budget of `tiered` holds in the budget's place (None: all of them): two
+    that keep the same rows where they are do the same, whatever each might have kept."""
+    if placement.kv != "tiered":
+        return replace(placement, kv_budget=None)
+    held = recent_tokens(spec.layers[: placement.n_gpu_layers], placement)
+    return replace(placement, kv_budget=None if held >= placement.n_ctx else held)
 
 
 def _recent(moving: Sequence[tuple[int, int]], budget: int | None, n_ctx: int) -> int:

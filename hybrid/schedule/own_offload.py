@@ -1,20 +1,22 @@
 """llama.cpp's own offload: where llama-cpp-python was built with a GPU, llama.cpp keeps layers there itself.
 
 It counts them from the last one, and its `n_gpu_layers` of L + 1 takes the output head along. For comparison, and for
-architectures that our head does not know. Its VRAM is llama.cpp's business: no Ledger foresees it.
+architectures that our head does not know. Its VRAM is llama.cpp's business: the Ledger knows only what the same layers
+take on the host, and the cost model what as many take in a split.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
 from hybrid.schedule import facts
-from hybrid.schedule.budget import mib
+from hybrid.schedule.budget import Budget, mib
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
-from hybrid.schedule.placement import ENGINES, Placement
+from hybrid.schedule.placement import ENGINES, KVStrategy, Placement
 
 NOT_BUILT = (
     "This llama-cpp-python was built without a GPU, so llama.cpp can keep no layers there; use -ngl 0 or another "
@@ -54,8 +56,7 @@ def auto_layers(spec: ModelSpec, base: Placement, reserve: int) -> tuple[int, st
     """What `auto` gives to llama.cpp, and why: all of a model that cannot be split, where a GPU has room; else 0."""
     if find_splits(spec).allowed != (0,) or not (gpus := facts.gpus()) or not supports_offload():
         return 0, ""
-    books = ledger_of(spec, base).host
-    need = books.static.n_bytes + sum(books.dynamic.kv) + books.dynamic.compute + CUDA_CONTEXT_BYTES
+    need = own_vram_bytes(spec, replace(base, n_gpu_layers=0, llama_gpu_layers=spec.n_layers + 1, offload_kqv=True))
     free = gpus[0].free_bytes - reserve
     if need > free:
         return 0, f"llama.cpp could run this model on the GPU, but it needs {mib(need)} and {mib(free)} are free."
@@ -63,6 +64,48 @@ def auto_layers(spec: ModelSpec, base: Placement, reserve: int) -> tuple[int, st
         spec.n_layers + 1,
         "This model cannot be split: llama.cpp runs all of it on its own GPU (--engine llama.cpp).",
     )
+
+
+def own_vram_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """About what llama.cpp holds on its GPU: what the same layers take on the host, and a context of the driver's."""
+    layers = min(placement.llama_gpu_layers, spec.n_layers)
+    if not layers:
+        return 0
+    books = ledger_of(spec, placement).host
+    weights = sum(books.static.layers[-layers:])
+    if placement.llama_gpu_layers > spec.n_layers:
+        weights += books.static.output_head
+    kv = sum(books.dynamic.kv[-layers:]) if placement.offload_kqv else 0
+    return weights + kv + books.dynamic.compute + CUDA_CONTEXT_BYTES
+
+
+def own_candidates(spec: ModelSpec, base: Placement, budget: Budget) -> list[Placement]:
+    """Layers on llama.cpp's GPU with their KV cache, as many as fit; and more than that with the cache in RAM. None
+    where llama.cpp has no GPU. `base` is the placement with none."""
+    if not (facts.gpus() and supports_offload()):
+        return []
+
+    def fits(p: Placement) -> bool:
+        vram = budget.vram_bytes
+        return (vram is None or own_vram_bytes(spec, p) <= vram) and budget.shortfall(ledger_of(spec, p)) is None
+
+    def at(layers: int, offload_kqv: bool) -> Placement:
+        return replace(base, n_gpu_layers=0, llama_gpu_layers=layers, offload_kqv=offload_kqv)
+
+    counts = [*range(1, spec.n_layers), spec.n_layers + 1]
+    beside = [layers for layers in counts if fits(at(layers, True))]
+    more = [layers for layers in counts if layers > max(beside, default=0) and fits(at(layers, False))]
+    return [at(layers, True) for layers in beside] + [at(layers, False) for layers in more]
+
+
+def stand_in(spec: ModelSpec, placement: Placement) -> Placement:
+    """The split that is taken for llama.cpp's own offload where seconds are predicted: as many layers on the GPU, their
+    KV cache there or in RAM, where llama.cpp attends to it. Any other placement is its own."""
+    layers = min(placement.llama_gpu_layers, spec.n_layers)
+    if not layers:
+        return placement
+    kv: KVStrategy = "device" if placement.offload_kqv else "attend"
+    return replace(placement, n_gpu_layers=layers, llama_gpu_layers=0, kv=kv, kv_budget=None, offload_kqv=False)
 
 
 def supports_offload() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -61,6 +62,18 @@ class Placement:
         return f"{self.n_gpu_layers} layers on {self.device}" if self.n_gpu_layers else "all layers on the CPU"
 
     @property
+    def n_offloaded(self) -> int:
+        """Layers on a GPU, be it the head's or llama.cpp's own (whose output head counts as one more)."""
+        return self.llama_gpu_layers or self.n_gpu_layers
+
+    @property
+    def strategy(self) -> str:
+        """Where the KV cache of those layers lies, and whose they are."""
+        if self.llama_gpu_layers:
+            return "llama.cpp" if self.offload_kqv else "llama.cpp -nkvo"
+        return self.kv if self.n_gpu_layers else "device"
+
+    @property
     def n_outputs(self) -> int:
         """Rows of logits a batch may ask for."""
         return self.n_sequences + self.n_draft
@@ -68,3 +81,30 @@ class Placement:
     def to_dict(self) -> dict[str, Any]:
         """The whole placement as JSON-ready values; every record of a run carries it."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Placement:
+        """The inverse, of values that anybody may have written. Raises TypeError or ValueError for what is none."""
+        found = cls(**values)
+        for name, value in found.to_dict().items():
+            if not _sound(name, value):
+                raise ValueError(f"{name} cannot be {value!r}")
+        return found
+
+
+WORDS: Mapping[str, tuple[str, ...]] = {"kv": KV_STRATEGIES, "kv_dtype": KV_DTYPES}
+FLAGS = ("kv_keep_sliding", "swa_full", "kv_unified", "offload_kqv")
+AT_LEAST_NONE = ("n_gpu_layers", "n_draft", "kv_budget", "llama_gpu_layers")
+"""Numbers that may be 0."""
+
+
+def _sound(name: str, value: object) -> bool:
+    if name == "device":
+        return isinstance(value, str)
+    if name in WORDS:
+        return value in WORDS[name]
+    if name in FLAGS:
+        return isinstance(value, bool)
+    if name == "kv_budget" and value is None:
+        return True
+    return type(value) is int and (0 if name in AT_LEAST_NONE else 1) <= value < 1 << 62

@@ -65,7 +65,7 @@ class Record:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Record:
         """The inverse of `asdict`. Raises TypeError, KeyError or ValueError for what is none."""
-        parts: dict[str, Any] = {"placement": Placement(**values["placement"])}
+        parts: dict[str, Any] = {"placement": Placement.from_dict(values["placement"])}
         for name in ("decode_s", "prefill_s"):
             parts[name] = tuple(float(value) for value in values[name])
         if not all(0 < value < 1e6 for name in ("decode_s", "prefill_s") for value in parts[name]):

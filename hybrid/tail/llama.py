@@ -211,8 +211,9 @@ class LogMark:
         # The last lines only repeat that it failed; the first says why.
         reason = lines[0] if lines else "it gave no reason"
         sentence = f"llama.cpp could not {doing}: {reason.rstrip('. ')}."
-        if re.search(r"(failed|unable|cannot) to allocate|bad_alloc|out of memory", " ".join(lines)):
-            return OutOfMemoryError(sentence)
+        said = " ".join(lines)
+        if re.search(r"(failed|unable|cannot) to allocate|bad_alloc|out of memory", said):
+            return OutOfMemoryError(sentence, on_device=re.search("on device|[Dd]evice memory", said) is not None)
         return EngineError(sentence)
 
 

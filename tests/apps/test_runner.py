@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from hybrid.apps.runner import run_calibration, run_task, run_trial
+from hybrid.apps.worker import failure_kind
+from hybrid.errors import BadFileError, BadRequestError, EngineError, OutOfMemoryError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.report.trial import Condition
+from hybrid.report.trial import LEAST_DECODED, Condition
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from tests.tiny import write_tiny
@@ -101,11 +103,11 @@ def test_a_killed_process_is_a_record(model: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "kind", "words"),
     [
-        ("raise MemoryError", "out of memory", "MemoryError"),
+        ("raise MemoryError", "out of RAM", "MemoryError"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "SIGSEGV"),
         ("raise RuntimeError('no luck')", "crashed", "no luck"),
         ("import os; os._exit(3)", "crashed", "exit code 3"),
-        ("print('half a li', end='')", "crashed", "exit code 0"),
+        ("print('half a li', end='')", "lost", "exit code 0"),
     ],
 )
 def test_every_death_has_a_name(code: str, kind: str, words: str) -> None:
@@ -113,6 +115,50 @@ def test_every_death_has_a_name(code: str, kind: str, words: str) -> None:
     assert outcome.result is None
     assert outcome.failure is not None
     assert (outcome.failure.kind, words in outcome.failure.message) == (kind, True), outcome.failure
+
+
+def test_a_process_that_cannot_be_started_is_a_record() -> None:
+    outcome = run_task({}, command=["/nowhere/python"])
+    assert outcome.failure is not None
+    assert (outcome.failure.kind, "could not be started" in outcome.failure.message) == ("lost", True)
+
+
+@pytest.mark.parametrize(
+    ("error", "stage", "kind"),
+    [
+        (OutOfMemoryError("Full.", on_device=True), "load", "out of memory"),
+        (OutOfMemoryError("Full."), "prompt", "out of RAM"),
+        (MemoryError(), "decode", "out of RAM"),
+        (BadFileError("No GGUF."), "", "bad file"),
+        (UnsupportedError("Not here."), "load", "refused"),
+        (BadRequestError("Too long."), "prompt", "refused"),
+        (EngineError("llama.cpp could not."), "load", "failed to load"),
+        (EngineError("Not a number."), "decode", "failed"),
+    ],
+)
+def test_every_error_has_an_outcome_of_its_own(error: Any, stage: str, kind: str) -> None:
+    assert failure_kind(error, stage) == kind
+
+
+def test_a_file_that_is_none_and_one_that_llama_cpp_cannot_load_are_told_apart(model: Path, tmp_path: Path) -> None:
+    whole = model.read_bytes()
+    wrong, cut = tmp_path / "wrong.gguf", tmp_path / "cut.gguf"
+    wrong.write_bytes(b"not a model")
+    cut.write_bytes(whole.replace(b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenz"))
+    for path, kind in ((wrong, "bad file"), (tmp_path / "none.gguf", "bad file"), (cut, "failed to load")):
+        trial = run_trial(condition(path, 0))
+        assert trial.failure is not None
+        assert trial.failure.kind == kind, trial.failure
+
+
+def test_a_repeat_has_the_tokens_that_there_is_time_for(model: Path) -> None:
+    slow = run_trial(condition(model, 0, n_decode=40, repeat_s=1e-9))
+    assert slow.failure is None
+    assert len(slow.tokens) == 2 + 3 * LEAST_DECODED
+    quick = condition(model, 0, n_decode=40, repeat_s=1000.0)
+    assert (quick.n_in_time(0.1), quick.n_in_time(50.0), quick.n_in_time(1e6)) == (40, 20, LEAST_DECODED)
+    assert replace(quick, repeat_s=None).n_in_time(1e6) == 40
+    assert replace(quick, n_decode=3).n_in_time(1e6) == 3
 
 
 def test_what_takes_too_long_is_ended() -> None:

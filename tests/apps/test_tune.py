@@ -19,15 +19,21 @@ import psutil
 import pytest
 
 from hybrid.apps import tune as app
-from hybrid.apps.tune import TuneReport, TuneRequest, prompt_tokens, tune
+from hybrid.apps import tune_candidates
+from hybrid.apps.conditions import prompt_tokens
+from hybrid.apps.tune import TuneReport, TuneRequest, tune
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.report import plot
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
+from hybrid.schedule import facts, own_offload
 from hybrid.schedule.budget import needed_vram
+from hybrid.schedule.identity import identify
 from hybrid.schedule.ledger import ledger_of
+from hybrid.schedule.machine import Gpu
 from hybrid.schedule.placement import Placement
+from hybrid.schedule.profile import ProfileStore
 from tests.tiny import write_tiny
 
 MIB = 1 << 20
@@ -144,7 +150,7 @@ def test_where_the_kv_cache_lies_is_one_more_thing_to_try(model: Path, faked: Ca
     assert winner.kv == "attend"
     assert "--kv attend" in report.command
     tiered = next(p for p in offloaded if p.kv == "tiered")
-    assert f"--kv-budget {tiered.kv_budget}" in app.command("m", tiered)
+    assert f"--kv-budget {tiered.kv_budget}" in app.command("m", tiered, spec)
 
 
 def test_a_condition_that_dies_is_a_record_and_the_rest_goes_on(model: Path, faked: Callable[..., Fake]) -> None:
@@ -165,6 +171,23 @@ def test_more_layers_than_ran_out_of_memory_are_not_tried(model: Path, faked: Ca
     assert len(tried) == len([k for k in tried if k < 3]) + len({k for k in tried if k >= 3})
     after = [k for i, k in enumerate(tried) if any(k >= earlier >= 3 for earlier in tried[:i])]
     assert after == []
+
+
+@pytest.mark.parametrize("kind", ["killed", "out of RAM"])
+def test_where_the_ram_was_too_small_more_of_it_is_not_tried_and_less_is(
+    model: Path, faked: Callable[..., Fake], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, the more layers are there, the less RAM the rest takes: a kill shuts the way down, not up."""
+    monkeypatch.setattr(app, "vram_limit", lambda device, asked, reserve: asked)
+    fake = faked(lambda p: 0.02 - 0.001 * p.n_gpu_layers, fails=lambda p: kind if 0 < p.n_gpu_layers <= 9 else None)
+    report = run(model, device="cuda")
+    needs = {row.placement.n_gpu_layers: row.ram_bytes for row in report.rows}
+    assert needs[1] > needs[11]
+    tried = [c.placement.n_gpu_layers for c in fake.ran]
+    failed = [k for k in tried if 0 < k <= 9]
+    assert failed
+    assert failed == sorted(failed), "below what was killed nothing is tried"
+    assert best(report) > 9
 
 
 def test_what_crashed_earlier_is_tried_again(model: Path, faked: Callable[..., Fake]) -> None:
@@ -216,6 +239,23 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_tune_goes_on_from_it(
     assert run(model).reused == 3 + sum(alone.values())
 
 
+def test_a_leader_known_from_chats_alone_has_their_speed(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    report = run(model, exhaustive=True)
+    with ModelFile(model) as file:
+        store = ProfileStore(identify(file))
+    chats = [replace(r, source="run", decode_s=(0.5 * r.decode_s[0],)) for r in store.load().records]
+    store.path.unlink()
+    leading = [r for r in chats if r.placement.n_gpu_layers == 5]
+    store.add(*leading, *(r for r in chats if r.placement.n_gpu_layers in (0, 12)))
+    faked(inner).interrupt_after = 0
+    report = run(model)
+    row = report.rows[report.best or 0]
+    assert (row.placement.n_gpu_layers, row.verdict, row.n_runs) == (5, "best", len(leading))
+    assert row.measured is not None
+    assert row.measured.median == pytest.approx(0.5 * inner(row.placement), rel=0.05)
+
+
 def test_when_all_is_known_nothing_more_is_run(model: Path, faked: Callable[..., Fake]) -> None:
     faked(inner)
     first = run(model)
@@ -245,7 +285,7 @@ def test_a_busy_machine_is_said(model: Path, faked: Callable[..., Fake], monkeyp
 
 
 def test_thread_counts_are_tried_where_asked(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
-    monkeypatch.setattr(app, "usable_cores", lambda: 4)
+    monkeypatch.setattr(tune_candidates, "usable_cores", lambda: 4)
     faked(lambda p: inner(p) * (1 + abs(p.n_threads_tail - 3)))
     report = run(model, threads="auto")
     assert {row.placement.n_threads_tail for row in report.rows} == {2, 3, 4}
@@ -279,8 +319,66 @@ def test_a_budget_smaller_than_one_layer_says_what_the_smallest_is(model: Path, 
     assert max(row.placement.n_gpu_layers for row in run(model, vram_bytes=smallest).rows) >= 1
 
 
+@pytest.fixture
+def own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if llama.cpp had been built with a GPU, of which PyTorch knows nothing."""
+    gpu = Gpu(device="cuda:0", name="Card", total_bytes=8 << 30, free_bytes=7 << 30)
+    monkeypatch.setattr(facts, "gpus", lambda: (gpu,))
+    monkeypatch.setattr(own_offload, "supports_offload", lambda: True)
+    monkeypatch.setattr(tune_candidates, "default_device", lambda: None)
+
+
+@pytest.mark.usefixtures("own_gpu")
+@pytest.mark.parametrize("engine", ["auto", "llama.cpp"])
+def test_llama_cpps_own_gpu_is_a_candidate_where_it_has_one(
+    model: Path, faked: Callable[..., Fake], engine: str
+) -> None:
+    fake = faked(lambda p: 0.02 - 0.001 * p.llama_gpu_layers)
+    report = run(model, device=None, engine=engine, n_batch=64)
+    winner = report.rows[report.best or 0].placement
+    assert (winner.n_gpu_layers, winner.llama_gpu_layers, winner.offload_kqv) == (0, 13, True)
+    assert report.command.endswith("--engine llama.cpp -ngl all -c 256 -b 64")
+    assert all(c.placement.n_gpu_layers == 0 and c.vram_budget is None for c in fake.ran)
+    assert any(c.placement.n_offloaded == 0 for c in fake.ran)
+    assert report.rows[report.best or 0].vram_bytes > 0
+    assert not report.emulated
+    assert not any("No GPU" in note for note in report.notes)
+    assert all(row.placement.llama_gpu_layers == 0 for row in run(model, device=None, engine="hybrid").rows)
+    assert all(row.placement.llama_gpu_layers == 0 for row in run(model, device="cpu").rows)
+
+
+@pytest.mark.usefixtures("own_gpu")
+def test_what_llama_cpps_gpu_cannot_hold_is_left_out(model: Path, faked: Callable[..., Fake]) -> None:
+    faked(inner)
+    with ModelFile(model) as file:
+        spec = read_spec(file)
+    whole = Placement(device="cuda:0", n_gpu_layers=0, n_ctx=256, llama_gpu_layers=13, offload_kqv=True)
+    half = own_offload.own_vram_bytes(spec, replace(whole, llama_gpu_layers=6))
+    assert (
+        half
+        < own_offload.own_vram_bytes(spec, replace(whole, offload_kqv=False))
+        < own_offload.own_vram_bytes(spec, whole)
+    )
+    report = run(model, device=None, vram_bytes=half)
+    rows = [row.placement for row in report.rows if row.placement.llama_gpu_layers]
+    assert max(p.llama_gpu_layers for p in rows if p.offload_kqv) == 6
+    assert all(p.llama_gpu_layers > 6 for p in rows if not p.offload_kqv)
+    assert all(row.vram_bytes <= half for row in report.rows)
+    plot.plot_tuning(report, model.parent / "own.svg")
+    assert "llama.cpp -nkvo" in (model.parent / "own.svg").read_text() or not any(not p.offload_kqv for p in rows)
+
+
+def test_its_engine_is_refused_where_it_has_no_gpu(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
+    monkeypatch.setattr(own_offload, "supports_offload", lambda: False)
+    faked(inner)
+    with pytest.raises(UnsupportedError, match="built without a GPU"):
+        run(model, device=None, engine="llama.cpp")
+    with pytest.raises(BadRequestError, match="--device"):
+        run(model, device="cpu", engine="llama.cpp")
+
+
 def test_without_a_gpu_only_the_cpu_is_tried(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
-    monkeypatch.setattr(app, "default_device", lambda: None)
+    monkeypatch.setattr(tune_candidates, "default_device", lambda: None)
     faked(inner)
     report = run(model, device=None)
     assert [row.placement.n_gpu_layers for row in report.rows] == [0]

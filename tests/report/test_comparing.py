@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hybrid.apps.compare_verdict import crossover, verdict
+from hybrid.apps.compare_verdict import crossings, verdict
 from hybrid.cli.compare import failures, table
 from hybrid.report.comparing import (
     CompareReport,
@@ -155,7 +155,9 @@ def test_what_is_faster_than_half_of_the_device_is_recommended_for_more() -> Non
 
 def test_runs_that_overlap_are_a_tie() -> None:
     found = report(row("device", 64, (0.010, 0.011, 0.012)), row("stream", 64, (0.0115, 0.012, 0.013)))
-    assert "do not tell apart from stream" in said(found, "fastest")[0]
+    (line,) = said(found, "fastest")
+    assert line.startswith("At 64 tokens the fastest decoding is not told apart by the runs: device (90.9) and stream")
+    assert "The times to the first token are not told apart (0.11 to 0.12 s)" in line
     assert told_apart(spread(1.0, 1.01), spread(1.1, 1.2))
     assert not told_apart(spread(1.0, 1.01), spread(1.02, 1.03))
     assert not told_apart(spread(1.0), spread(1.09))
@@ -165,15 +167,46 @@ def test_runs_that_overlap_are_a_tie() -> None:
 def test_a_crossover_lies_where_the_lines_between_two_depths_cross() -> None:
     a0, a1 = row("stream", 100, 0.01), row("stream", 1100, 0.04)
     b0, b1 = row("llama.cpp", 100, 0.02), row("llama.cpp", 1100, 0.02)
-    assert crossover(a0, b0, a1, b1) == pytest.approx(100 + 1000 / 3)
-    assert crossover(b0, a0, b1, a1) == pytest.approx(100 + 1000 / 3)
-    assert crossover(a0, b0, row("stream", 1100, 0.0199), b1) is None
-    assert crossover(a0, b0, row("stream", 1100, OOM), b1) is None
+    for ours, theirs in (((a0, a1), (b0, b1)), ((b0, b1), (a0, a1))):
+        (one,) = crossings(ours, theirs)
+        assert one.depth == pytest.approx(100 + 1000 / 3)
+        assert (one.near, one.far, one.winner, one.loser, one.doubtful) == (100, 1100, "llama.cpp", "stream", False)
+    assert crossings((a0, row("stream", 1100, 0.0199)), (b0, b1)) == []
+    assert crossings((a0, row("stream", 1100, OOM)), (b0, b1)) == []
     found = report(a0, b0, a1, b1)
     expected = "From about 430 tokens on llama.cpp decodes faster than stream (measured at 100 and 1,100)."
     assert said(found, "From about") == [expected]
     steady = report(a0, b0, row("stream", 1100, 0.01), b1)
     assert said(steady, "No two modes change places between 100 and 1,100 tokens")
+
+
+def test_a_crossover_is_found_across_depths_at_which_nothing_is_clear() -> None:
+    slow, fast, depths = [0.01, 0.0199, 0.03, 0.04], [0.02] * 4, (100, 200, 300, 400)
+    ours = [row("stream", depth, s) for depth, s in zip(depths, slow, strict=True)]
+    theirs = [row("llama.cpp", depth, s) for depth, s in zip(depths, fast, strict=True)]
+    (one,) = crossings(ours, theirs)
+    assert (one.near, one.far, one.doubtful) == (100, 300, True)
+    assert 200 < one.depth < 210
+    expected = "(measured at 100 and 300; in between the runs do not tell them apart)"
+    assert expected in said(report(*ours, *theirs), "From about")[0]
+    failed = [ours[0], row("stream", 200, OOM), *ours[2:]]
+    (one,) = crossings(failed, theirs)
+    assert (one.near, one.far, one.doubtful) == (100, 300, False)
+    there_and_back = [row("stream", depth, s) for depth, s in zip(depths, (0.01, 0.03, 0.01, 0.03), strict=True)]
+    assert [one.winner for one in crossings(there_and_back, theirs)] == ["llama.cpp", "stream", "llama.cpp"]
+
+
+def test_the_first_token_has_a_winner_only_where_the_runs_tell_it() -> None:
+    def with_ttft(found: CompareRow, *seconds: float) -> CompareRow:
+        trials = (replace(t, ttft_s=(s,)) for t, s in zip(found.trials, seconds, strict=True))
+        return replace(found, trials=tuple(trials))
+
+    device, stream = row("device", 64, 0.01), row("stream", 64, 0.02)
+    alone = with_ttft(row("llama.cpp", 64, 0.04), 5.0, 5.1, 5.2)
+    clear = report(with_ttft(device, 2.0, 2.1, 2.2), with_ttft(stream, 1.0, 1.1, 1.2), alone)
+    assert said(clear, "The first token comes soonest with stream, after 1.10 s.")
+    close = report(with_ttft(device, 1.1, 1.2, 1.3), with_ttft(stream, 1.0, 1.1, 1.2), alone)
+    assert said(close, "soonest with stream, after 1.10 s, not told apart from device.")
 
 
 def test_how_much_the_speeds_are_worth_is_said() -> None:
@@ -185,7 +218,13 @@ def test_how_much_the_speeds_are_worth_is_said() -> None:
 
 def test_where_llama_cpp_alone_is_as_fast_nothing_on_the_device_pays() -> None:
     found = report(row("device", 64, 0.02), row("llama.cpp", 64, 0.01))
-    assert said(found, "nothing on the device pays")
+    (line,) = said(found, "nothing on the device pays")
+    assert "decodes faster than the rest" in line
+    tied = report(row("device", 64, (0.010, 0.012)), row("llama.cpp", 64, (0.0115, 0.013)))
+    (line,) = said(tied, "clearly faster")
+    assert line.startswith("At 64 tokens nothing on the device is clearly faster than llama.cpp on the CPU alone")
+    assert "do not tell it apart from device" in line
+    assert not said(tied, "pays")
     assert not said(report(row("device", 64, 0.01), row("llama.cpp", 64, 0.02)), "pays")
 
 
@@ -241,6 +280,38 @@ def test_what_was_interrupted_shows_what_there_is() -> None:
     found = report(nothing, row("llama.cpp", 64, 0.01), interrupted=True)
     assert "not measured" in printed(found)
     assert found.to_dict()["rows"][0]["finished"] is False
+    assert said(found, "Not all of it was run: not stream at 64 tokens. What follows is of the rest.")
+
+
+def test_nothing_is_concluded_of_what_an_interruption_left_out() -> None:
+    def unmeasured(found: CompareRow) -> CompareRow:
+        return replace(found, trials=())
+
+    found = report(
+        row("device", 64, 0.01),
+        row("stream", 64, 0.02),
+        unmeasured(row("llama.cpp", 64, 0.01)),
+        row("device", 1024, OOM),
+        row("stream", 1024, 0.03),
+        unmeasured(row("llama.cpp", 1024, 0.01)),
+        *(unmeasured(row(mode, 4096, 0.01)) for mode in ("device", "stream", "llama.cpp")),
+        interrupted=True,
+    )
+    first = "not llama.cpp at 64 tokens; not llama.cpp at 1,024 tokens; nothing at 4,096 tokens"
+    assert found.verdict[0] == f"Not all of it was run: {first}. What follows is of the rest."
+    assert not said(found, "everything completes")
+    assert said(found, "At 64 tokens device and stream complete.")
+    assert said(found, "At 64 tokens, of what was run, device decodes fastest")
+    assert said(found, "Of what was run no two modes") or not said(found, "change places")
+    many = report(
+        row("device", 64, 0.01), row("llama.cpp", 64, 0.02),
+        unmeasured(row("device", 64, 0.01, n_sequences=4)), row("llama.cpp", 64, 0.02, n_sequences=4),
+        interrupted=True,
+    )  # fmt: skip
+    assert not said(many, "The number of sequences decides")
+    fewer = row("device", 64, (0.01, 0.01))
+    once = report(fewer, row("llama.cpp", 64, (0.02, 0.02, 0.02)), interrupted=True)
+    assert said(once, "Of 3 runs of everything some had only 2 before the interruption.")
 
 
 def test_modes_differ_from_the_reference_in_what_is_named() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,20 +14,20 @@ from hybrid.head import attention
 from hybrid.head.activation import gelu
 from hybrid.head.dequant import SUPPORTED
 from hybrid.head.device import Compute
-from hybrid.head.head import Head
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear, Workspace
 from hybrid.head.memory import LiveBytes
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.ggml_types import GGML_TYPES
+from hybrid.model.spec import ModelSpec
 from hybrid.schedule import head_size
-from hybrid.schedule.kv_size import llama_layer_kv_bytes
+from hybrid.schedule.kv_size import kv_bytes, llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
-from hybrid.schedule.placement import KVDtype, KVStrategy, Placement
+from hybrid.schedule.placement import KV_STRATEGIES, KVDtype, KVStrategy, Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
 from hybrid.tail.dry_run import dry_run
-from scripts.full_cache import pretend_full
+from scripts.bench_ledger import grown, growth, head_bytes, spread
 from tests.schedule.sparse import write_sparse
 from tests.tiny import vocabulary, write_tiny
 
@@ -58,18 +58,7 @@ def test_the_constants_are_the_heads_own() -> None:
 def measure_head(file: ModelFile, placement: Placement) -> int:
     """Bytes of weights, cache and live temporaries of a full batch that ends a full context."""
     gelu(torch.zeros(1))  # makes its table, once a process
-    spec = read_spec(file)
-    head = Head(file, spec, placement)
-    first = placement.n_ctx - placement.n_batch
-    pretend_full(head.cache, first)
-    n = placement.n_batch
-    with LiveBytes() as count:
-        hidden = head.forward(np.ones(n, int), np.arange(first, first + n), np.zeros(n, int))
-        if placement.n_gpu_layers == spec.n_layers:
-            head.logits(hidden[-placement.n_sequences :])
-    total = head.nbytes + count.peak
-    head.close()
-    return total
+    return head_bytes(file, read_spec(file), placement)[0]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
@@ -132,14 +121,36 @@ def test_keys_too_many_to_convert_at_once(tmp_path: Path) -> None:
             assert close(predicted, measured, share=0.1, slack=MIB), (placement, predicted, measured)
 
 
+def varied(spec: ModelSpec, rows: Sequence[tuple[int, int, int, int, KVStrategy]]) -> list[Placement]:
+    """Placements of (k, n_ctx, n_batch, sequences, kv); `tiered` has room for a quarter of the cache."""
+    found = []
+    for k, c, b, s, kv in rows:
+        p = Placement(device="cpu", n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s, kv=kv)
+        found.append(replace(p, kv_budget=kv_bytes(spec, p, 0, k) // 4) if kv == "tiered" else p)
+    return found
+
+
 @pytest.mark.real
 def test_the_heads_bytes_on_a_real_model(real_model: Path) -> None:
+    """Each value of each of k, context, batch, sequences and strategy; `scripts/bench_ledger.py` has all of them."""
+    gelu(torch.zeros(1))
     with ModelFile(real_model) as file:
         spec = read_spec(file)
-        for k, sequences in ((2, 3),):
-            placement = Placement(device="cpu", n_gpu_layers=k, n_ctx=1024, n_batch=128, n_sequences=sequences)
-            predicted, measured = ledger_of(spec, placement).vram_bytes, measure_head(file, placement)
-            assert close(predicted, measured), (placement, predicted, measured)
+        n = spec.n_layers
+        rows: list[tuple[int, int, int, int, KVStrategy]] = [
+            (1, 1024, 512, 4, "device"),
+            (2, 8192, 64, 1, "device"),
+            (1, 8192, 512, 4, "stream"),
+            (n // 3, 1024, 64, 4, "attend"),
+            (2, 8192, 512, 1, "tiered"),
+            (n, 1024, 64, 1, "stream"),
+        ]
+        for placement in varied(spec, rows):
+            measured, in_host = head_bytes(file, spec, placement)
+            ledger = ledger_of(spec, placement)
+            assert close(ledger.vram_bytes, measured), (placement, ledger.vram_bytes, measured)
+            tail = sum(llama_layer_kv_bytes(layer, placement) for layer in spec.layers[placement.n_gpu_layers :])
+            assert in_host == sum(ledger.host.dynamic.kv) - tail + ledger.host.dynamic.staging
 
 
 @pytest.mark.parametrize("kind", sorted(SUPPORTED))
@@ -213,6 +224,49 @@ def test_the_tails_buffers_on_a_real_model(real_model: Path) -> None:
             predicted = sum(dynamic.kv) + dynamic.compute + dynamic.output
             assert close(predicted, memory.total_bytes, slack=8 * MIB), (placement, predicted, memory)
             assert dynamic.output == memory.output_bytes
+        for kv in KV_STRATEGIES:  # where the head keeps its own is nothing to llama.cpp
+            for placement in placements:
+                host = ledger_of(spec, replace(placement, kv=kv, kv_budget=0)).host
+                assert (host.dynamic.compute, host.dynamic.output) == (
+                    ledger_of(spec, placement).host.dynamic.compute,
+                    ledger_of(spec, placement).host.dynamic.output,
+                )
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+PROCESSES: list[tuple[int, int, int, int, KVStrategy]] = [
+    (0, 2048, 512, 1, "device"),
+    (4, 1024, 128, 2, "tiered"),
+    (10, 2048, 64, 1, "device"),
+    (6, 1024, 512, 2, "stream"),
+    (10, 1024, 64, 2, "attend"),
+]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=f"{row[0]}-{row[4]}", marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(PROCESSES)],
+)
+def test_a_process_grows_by_what_the_ledger_says(row: tuple[int, int, int, int, KVStrategy], real_model: Path) -> None:
+    """Anonymous memory, after the libraries are imported and with every sequence's context full."""
+    with ModelFile(real_model) as file:
+        spec = read_spec(file)
+    (placement,) = varied(spec, [row])
+    found = grown(real_model, placement)
+    predicted = growth(spec, placement)
+    assert close(predicted, found["anonymous"]), (placement, predicted, found)
+    assert found["allocated"] >= found["anonymous"]
+
+
+def test_a_spread_has_every_two_values_of_different_kinds() -> None:
+    axes = (0, 1, 2), "ab", (True, False), (5, 6, 7, 8)
+    rows = spread(*axes)
+    for (i, ours), (j, theirs) in itertools.combinations(enumerate(axes), 2):
+        assert {(row[i], row[j]) for row in rows} == set(itertools.product(ours, theirs))
+    assert len(rows) < 20
+    assert spread(*axes) == rows
 
 
 def test_a_shape_weighs_what_its_file_would(tmp_path: Path) -> None:

@@ -244,12 +244,15 @@ def test_a_plan_imports_neither_torch_nor_llama_cpp(tmp_path: Path) -> None:
 
 def test_the_table_for_people(run: Run) -> None:
     done = run(
-        "plan", "--shape", "layers=32,kv_heads=8,head_dim=128", "--machine", "rtx3070ti", "-c", "8192", "--tpot", "50ms"
-    )
+        "plan", "--shape", "layers=32,kv_heads=8,head_dim=128", "--machine", "rtx3070ti", "-c", "8192",
+        "--tpot", "50ms", "-b", "64",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "assumed" in done.stdout
     assert "best" in done.stdout
-    assert "Use: -ngl" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("Use: -ngl"))
+    assert "-c 8192" in line
+    assert "-b 64" in line
     assert "may be off by" in done.stdout
     assert "not measured" not in done.stdout.split("\n")[1]
 

@@ -87,6 +87,23 @@ def damaged(text: str) -> dict[str, str]:
         "seconds that are text": json.dumps({**whole, "records": [{**first, "decode_s": ["x"]}]}),
         "not a time": json.dumps({**whole, "records": [{**first, "at": "soon"}]}),
         "another field": json.dumps({**whole, "records": [{**first, "colour": "blue"}]}),
+        **{
+            f"a placement with {name} {value!r}": json.dumps(
+                {**whole, "records": [{**first, "placement": {**first["placement"], name: value}}]}
+            )
+            for name, value in (
+                ("n_gpu_layers", "2"),
+                ("n_ctx", 0),
+                ("n_batch", -1),
+                ("n_sequences", True),
+                ("kv", "cloud"),
+                ("kv_dtype", 2),
+                ("kv_budget", "all"),
+                ("swa_full", 1),
+                ("device", None),
+                ("n_threads_tail", 1.5),
+            )
+        },
         "rates of zero": text.replace('"flop_per_s": 1000000000.0', '"flop_per_s": 0'),
         "rates that are no number": text.replace('"flop_per_s": 1000000000.0', '"flop_per_s": NaN'),
         "another version": json.dumps({**whole, "version": 0}),

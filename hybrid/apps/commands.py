@@ -1,0 +1,50 @@
+"""The command line that runs a placement."""
+
+from __future__ import annotations
+
+import shlex
+
+from hybrid.model.spec import ModelSpec
+from hybrid.schedule.limits import usable_cores
+from hybrid.schedule.placement import Placement
+from hybrid.schedule.scheduler import with_batch
+
+
+def command(name: str, p: Placement, spec: ModelSpec) -> str:
+    """What to type for `p` of the model called `name`. Several sequences are decoded together by `hybrid summarize`,
+    which reads as many chunks at a time."""
+    words = ["hybrid", "chat", name]
+    if p.n_sequences > 1:
+        words = ["hybrid", "summarize", "FILE", "-m", name]
+    return shlex.join([*words, *flags(p, spec, usable_cores())])
+
+
+def flags(p: Placement, spec: ModelSpec, cores: int) -> list[str]:
+    """Layers, context, and everything in which `p` differs from what they have by default on so many cores."""
+    words = []
+    if p.n_sequences > 1:
+        words += ["--parallel", str(p.n_sequences), "--speculate", str(p.n_draft) if p.n_draft else "off"]
+    words += [*_layers(p, spec), "-c", str(p.n_ctx)]
+    if p.n_gpu_layers and p.device not in ("cuda", "cuda:0"):
+        words += ["--device", p.device]
+    if p.n_gpu_layers and p.kv != "device":
+        words += ["--kv", p.kv]
+        words += ["--kv-budget", str(p.kv_budget)] if p.kv_budget is not None else []
+        words += [] if p.kv_keep_sliding else ["--no-kv-keep-sliding"]
+    if p.kv_dtype != "f16":
+        words += ["--kv-type", p.kv_dtype]
+    if p.n_batch != with_batch(p, spec, None).n_batch:
+        words += ["-b", str(p.n_batch)]
+    if p.n_ubatch != p.n_batch:
+        words += ["-ub", str(p.n_ubatch)]
+    if p.n_threads_tail != cores:
+        words += ["-t", str(p.n_threads_tail)]
+    return words
+
+
+def _layers(p: Placement, spec: ModelSpec) -> list[str]:
+    """Whose layers, and how many; llama.cpp's output head counts as one more, which only "all" takes along."""
+    if not p.llama_gpu_layers:
+        return ["-ngl", str(p.n_gpu_layers)]
+    own = "all" if p.llama_gpu_layers > spec.n_layers else str(p.llama_gpu_layers)
+    return ["--engine", "llama.cpp", "-ngl", own, *([] if p.offload_kqv else ["-nkvo"])]
