@@ -26,6 +26,10 @@ class OutOfMemoryError(HybridError):
     """Something does not fit; the message names what, how much it needs and how much there is."""
 
 
+class HostMemoryError(OutOfMemoryError):
+    """It is the host's RAM that does not suffice: fewer layers on the GPU would need more of it."""
+
+
 class EngineError(HybridError):
     """llama.cpp or torch failed where our checks did not expect it."""
 

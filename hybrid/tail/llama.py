@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from hybrid import _native
-from hybrid.errors import EngineError, HybridError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import EngineError, HostMemoryError, HybridError, UnsupportedError
 from hybrid.tail.bindings import import_bindings
 
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -212,7 +212,7 @@ class LogMark:
         reason = lines[0] if lines else "it gave no reason"
         sentence = f"llama.cpp could not {doing}: {reason.rstrip('. ')}."
         if re.search(r"(failed|unable|cannot) to allocate|bad_alloc|out of memory", " ".join(lines)):
-            return OutOfMemoryError(sentence)
+            return HostMemoryError(sentence)
         return EngineError(sentence)
 
 
