@@ -23,14 +23,11 @@ class BadRequestError(HybridError):
 
 
 class OutOfMemoryError(HybridError):
-    """Something does not fit; the message names what, how much it needs and how much there is.
+    """Something does not fit; the message names what, how much it needs and how much there is."""
 
-    `on_device`: it is the device's memory (an emulated one's budget included) that is full, and not the host's.
-    """
 
-    def __init__(self, message: str, *, on_device: bool = False) -> None:
-        super().__init__(message)
-        self.on_device = on_device
+class HostMemoryError(OutOfMemoryError):
+    """It is the host's RAM that does not suffice: fewer layers on the GPU would need more of it."""
 
 
 class EngineError(HybridError):

@@ -20,7 +20,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hybrid.errors import BadFileError, BadRequestError, HybridError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import (
+    BadFileError,
+    BadRequestError,
+    HostMemoryError,
+    HybridError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.report.trial import Condition, FailureKind, PeakMemory
@@ -57,7 +64,7 @@ def main() -> None:
 def failure_kind(error: HybridError | MemoryError, stage: str) -> FailureKind:
     """What an error at a stage means to whoever compares conditions."""
     if isinstance(error, OutOfMemoryError):
-        return "out of memory" if error.on_device else "out of RAM"
+        return "out of RAM" if isinstance(error, HostMemoryError) else "out of memory"
     if isinstance(error, MemoryError):
         return "out of RAM"
     if isinstance(error, BadFileError):

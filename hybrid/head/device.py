@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid.errors import OutOfMemoryError, UnsupportedError
+from hybrid.errors import HostMemoryError, OutOfMemoryError, UnsupportedError
 from hybrid.head.memory import LiveBytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES
 
@@ -41,7 +41,8 @@ class Compute:
 
 
 def open_device(name: str) -> torch.device:
-    """The torch device called `name`, known to work. Raises UnsupportedError with what to do instead."""
+    """The torch device called `name`, known to work. Raises UnsupportedError with what to do instead, OutOfMemoryError
+    where it is there but full."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -51,6 +52,10 @@ def open_device(name: str) -> torch.device:
     except NotImplementedError as error:  # torch's own text lists every operator it looked for
         raise UnsupportedError(f"The device {name!r} is not available in this PyTorch; {INSTEAD}.") from error
     except (RuntimeError, AssertionError) as error:  # AssertionError: CUDA in a CPU-only build
+        if _is_out_of_memory(error):
+            raise OutOfMemoryError(
+                f"The device {name!r} has no memory left for even the first byte; {INSTEAD}."
+            ) from error
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise UnsupportedError(f"The device {name!r} is not available ({reason}); {INSTEAD}.") from error
     if device.type == "meta":
@@ -71,20 +76,23 @@ def limit_memory(device: torch.device, n_bytes: int) -> LiveBytes | None:
 
 @contextmanager
 def allocating(what: str, n_bytes: int | None, device: torch.device) -> Iterator[None]:
-    """Turn a failed allocation in the block into OutOfMemoryError: `what` needs `n_bytes` (if known) on `device`."""
+    """Turn a failed allocation in the block into OutOfMemoryError: `what` needs `n_bytes` (if known) on `device`. It is
+    a HostMemoryError where that is the CPU, or where the RAM failed on the way to it."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
+        if device.type != "cpu" and _is_of_host(error):
+            raise HostMemoryError(
+                f"{what} needs more RAM than is free; use a smaller batch (-b) or context (-c)."
+            ) from error
         if n_bytes is None:
             need = f"{what} needs more memory than {device} has free"
         else:
             need = f"{what} needs {n_bytes:,} bytes ({n_bytes / 2**20:,.1f} MiB), more than {device} has free"
-        raise OutOfMemoryError(
-            f"{need}; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b).",
-            on_device=device.type != "cpu",
-        ) from error
+        kind = HostMemoryError if device.type == "cpu" else OutOfMemoryError
+        raise kind(f"{need}; use fewer GPU layers (-ngl), a smaller context (-c) or a smaller batch (-b).") from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -96,6 +104,11 @@ def _is_out_of_memory(error: BaseException) -> bool:
         s in text
         for s in ("can't allocate memory", "out of memory", "alloc_failed", "storage size calculation overflowed")
     )
+
+
+def _is_of_host(error: BaseException) -> bool:
+    """Whether it was the RAM that an allocation failed in: Python's own, or torch's allocator for the CPU."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _matmul_dtype(device: torch.device) -> torch.dtype:

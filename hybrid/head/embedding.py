@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -30,8 +32,8 @@ class TokenEmbedding:
         values = (dequantize if self.info.type in SUPPORTED else dequantize_on_host)(raw, self.info.type)
         if self.scale != 1.0:
             values = values * self.scale
-        if (
-            self.device.type == "cuda"
-        ):  # pinned memory lives on until the copy is done: torch's host allocator sees to it
-            return values.pin_memory().to(self.device, non_blocking=True)
+        if self.device.type == "cuda":
+            with suppress(RuntimeError):  # no pinned memory to be had: the ordinary way
+                # It lives on until the copy is done: torch's host allocator sees to it.
+                return values.pin_memory().to(self.device, non_blocking=True)
         return values.to(self.device)

@@ -12,6 +12,7 @@ from hybrid.head.dequant import SUPPORTED, dequantize, dequantize_on_host
 from hybrid.head.device import Compute, allocating
 from hybrid.head.linear import ExpertLinear, QuantLinear, Workspace
 from hybrid.head.memory import host_memory
+from hybrid.head.pinned import pinned
 from hybrid.model.file import ModelFile, TensorInfo
 from hybrid.model.ggml_types import GGML_TYPES, type_name
 
@@ -100,9 +101,9 @@ class Loader:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence for each kind of weight that the device cannot keep quantised."""
+        """One sentence for each kind of weight that the device cannot keep quantised, and for staging not pinned."""
         held = str(self.compute.dtype).removeprefix("torch.")
-        return [
+        return self._staging.notes + [
             f"{name} weights have no dequantisation on the device: expanded once to {held}, {n_bytes / 2**20:.1f} MiB."
             for name, n_bytes in self._expanded.items()
         ]
@@ -176,8 +177,9 @@ class LayerWeights:
 
 
 class _Staging:
-    """Two host buffers in turn. On CUDA they are pinned and copies run behind the next read of the file; a buffer is
-    written again only after the event recorded behind its copy. Elsewhere copies are synchronous."""
+    """Two host buffers in turn. On CUDA they are pinned, where that can be had, and copies run behind the next read of
+    the file; a buffer is written again only after the event recorded behind its copy. Elsewhere copies are
+    synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -185,6 +187,7 @@ class _Staging:
         self._buffers = [torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
+        self.notes: list[str] = []
 
     def take(self, n_bytes: int) -> Tensor:
         """A buffer of n_bytes that no copy reads any more."""
@@ -195,7 +198,11 @@ class _Staging:
             self._events[self._turn] = None
         if self._buffers[self._turn].numel() < n_bytes:
             with host_memory():
-                self._buffers[self._turn] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=self._cuda)
+                if self._cuda:
+                    buffer = pinned((n_bytes,), torch.uint8, "loading", self.notes)
+                else:
+                    buffer = torch.empty(n_bytes, dtype=torch.uint8)
+                self._buffers[self._turn] = buffer
         return self._buffers[self._turn][:n_bytes]
 
     def send(self, raw: Tensor, target: Tensor) -> None:

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,21 +41,38 @@ def fetch(name: str) -> Path:
     repo = match["repo"]
     hub = _library()
     with _sentences(hub, repo):
-        files, reached = _files(hub, repo)
-        wanted = _shards(repo, files, match["file"]) if match["file"] else _of_kind(repo, files, match["kind"])
-        paths = [_download(hub, repo, file, reached) for file in wanted]
+        listing = _list(hub, repo)
+        wanted = _shards(listing, match["file"]) if match["file"] else _of_kind(listing, match["kind"])
+        paths = [_download(hub, repo, file, local=bool(listing.why_local)) for file in wanted]
     return paths[0]
 
 
-def _download(hub: Any, repo: str, file: str, reached: bool) -> Path:
+@dataclass(frozen=True)
+class _Listing:
+    """The GGUF files of a repository, in order."""
+
+    repo: str
+    files: list[str]
+    why_local: str
+    """Why these are only the files that are on this machine; empty where the server named all there are."""
+
+    def refusal(self, what: str) -> BadRequestError:
+        """`what` is wrong with them, as a sentence."""
+        if self.why_local:
+            return BadRequestError(f"The copy of {self.repo} on this machine {what} ({self.why_local}).")
+        return BadRequestError(f"The repository {self.repo} {what}.")
+
+
+def _download(hub: Any, repo: str, file: str, *, local: bool) -> Path:
     """The local path of a file. A connection that breaks is made again, and goes on with what has arrived."""
+    broken: tuple[type[Exception], ...] = (RuntimeError, *_unreachable(hub))  # the first: of hf_xet
     for _ in range(RETRIES):
         try:
-            return Path(hub.hf_hub_download(repo, file, local_files_only=not reached))
-        except _unreachable(hub) as e:
-            if isinstance(e, hub.errors.HfHubHTTPError):  # an answer, if not the one we want
+            return Path(hub.hf_hub_download(repo, file, local_files_only=local))
+        except broken as e:
+            if isinstance(e, hub.errors.HfHubHTTPError) or _no_space(e):  # an answer, if not the one we want
                 raise
-    return Path(hub.hf_hub_download(repo, file, local_files_only=not reached))
+    return Path(hub.hf_hub_download(repo, file, local_files_only=local))
 
 
 def _library() -> Any:
@@ -67,21 +85,24 @@ def _library() -> Any:
     return huggingface_hub
 
 
-def _files(hub: Any, repo: str) -> tuple[list[str], bool]:
-    """The repository's GGUF files, and whether the server named them; without an answer, those in the cache."""
-    errors, reached = hub.errors, True
+def _list(hub: Any, repo: str) -> _Listing:
+    """The repository's GGUF files; without an answer of the server's, those in the cache."""
+    errors, why = hub.errors, ""
     try:
         found = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=TIMEOUT_S).siblings or ()]
     except errors.HfHubHTTPError as e:
         if e.response.status_code < 500:
             raise
-        found, reached = _cached(hub, repo, e), False
+        found, why = _cached(hub, repo, e), f"{hub.constants.ENDPOINT} answers {e.response.status_code}"
     except (OSError, errors.OfflineModeIsEnabled, *_unreachable(hub)) as e:
-        found, reached = _cached(hub, repo, e), False
-    models = [file for file in found if file.lower().endswith(".gguf") and not _is_extra(file)]
+        found, why = _cached(hub, repo, e), f"{hub.constants.ENDPOINT} cannot be reached"
+        if hub.constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE says not to fetch more"
+    models = sorted(file for file in found if file.lower().endswith(".gguf") and not _is_extra(file))
+    listing = _Listing(repo, models, why)
     if not models:
-        raise BadRequestError(f"The repository {repo} has no GGUF files; look for one whose name ends in GGUF.")
-    return sorted(models), reached
+        raise listing.refusal("has no GGUF files" + ("" if why else "; look for one whose name ends in GGUF"))
+    return listing
 
 
 def _cached(hub: Any, repo: str, reason: Exception) -> list[str]:
@@ -110,30 +131,31 @@ def _is_extra(file: str) -> bool:
     return "mmproj" in name or "imatrix" in name
 
 
-def _shards(repo: str, files: Sequence[str], file: str) -> list[str]:
+def _shards(listing: _Listing, file: str) -> list[str]:
     """`file`, or all shards of the set it belongs to; `*` and `?` in it stand for what one model's name has there."""
+    files = listing.files
     if any(c in file for c in "*?["):
         found = [name for name in files if fnmatch.fnmatchcase(name, file)]
         firsts = [name for name in found if (shard := _SHARD.fullmatch(name)) is None or int(shard["no"]) == 1]
         if len(firsts) > 1:
-            raise BadRequestError(f"Several files of {repo} fit {file}: {_listed(firsts)}; name one.")
+            raise BadRequestError(f"Several files of {listing.repo} fit {file}: {_listed(firsts)}; name one.")
         file = (firsts or found or [file])[0]
     if file not in files:
-        raise BadRequestError(f"The repository {repo} has no file {file}; its GGUF files are {_listed(files)}.")
+        raise listing.refusal(f"has no file {file}; its GGUF files are {_listed(files)}")
     match = _SHARD.fullmatch(file)
     if match is None:
         return [file]
     wanted = [f"{match['stem']}-{i:05d}-of-{match['count']}.gguf" for i in range(1, int(match["count"]) + 1)]
     missing = [name for name in wanted if name not in files]
     if missing:
-        raise BadRequestError(f"The repository {repo} lacks {_listed(missing)}, a shard of {file}.")
+        raise listing.refusal(f"lacks {_listed(missing)}, a shard of {file}")
     return wanted
 
 
-def _of_kind(repo: str, files: Sequence[str], kind: str | None) -> list[str]:
+def _of_kind(listing: _Listing, kind: str | None) -> list[str]:
     """The files of the one model of quantisation `kind`, or of the only model there is."""
     models: dict[str, list[str]] = defaultdict(list)
-    for file in files:
+    for file in listing.files:
         shard = _SHARD.fullmatch(file)
         models[shard["stem"] if shard else file[: -len(".gguf")]].append(file)
     chosen = list(models)
@@ -142,20 +164,15 @@ def _of_kind(repo: str, files: Sequence[str], kind: str | None) -> list[str]:
         within = re.compile(rf"(?<![A-Z0-9]){re.escape(kind.upper())}(?![A-Z0-9_])")
         chosen = exact or [stem for stem in models if within.search(stem.upper())]
     if len(chosen) == 1:
-        return _shards(repo, files, models[chosen[0]][0])
+        return _shards(listing, models[chosen[0]][0])
     kinds = [_kind_of(stem) for stem in models]
     if not chosen:
-        raise BadRequestError(
-            f"The repository {repo} has no {kind}; it has {_listed(sorted({*kinds} - {''}) or files)}."
-        )
+        raise listing.refusal(f"has no {kind}; it has {_listed(sorted({*kinds} - {''}) or listing.files)}")
+    name = f"hf:{listing.repo}"
     if kind is None and len({*kinds} - {""}) == len(models):
-        raise BadRequestError(
-            f"The repository {repo} has several models: {_listed(sorted(kinds))}; say which: hf:{repo}:{kinds[0]}."
-        )
+        raise listing.refusal(f"has several models: {_listed(sorted(kinds))}; say which: {name}:{kinds[0]}")
     several = [models[stem][0] for stem in chosen]
-    raise BadRequestError(
-        f"The repository {repo} has several files that fit: {_listed(several)}; name one: hf:{repo}/{several[0]}."
-    )
+    raise listing.refusal(f"has several files that fit: {_listed(several)}; name one: {name}/{several[0]}")
 
 
 def _kind_of(stem: str) -> str:
@@ -194,13 +211,27 @@ def _sentences(hub: Any, repo: str) -> Iterator[None]:
         raise HybridError(f"{place} answers {status} when asked for {repo}; try again later.") from e
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = hub.constants.HF_HUB_CACHE
-            raise HybridError(f"The disk that holds {where} is full; {repo} needs more space (see HF_HOME).") from e
+            raise _full(hub, repo) from e
         if e.errno is not None and e.filename is not None:
             raise HybridError(f"{repo} cannot be stored: {e.strerror} ({e.filename}).") from e
         raise _not_here(hub, repo) from e
+    except RuntimeError as e:
+        if _no_space(e):
+            raise _full(hub, repo) from e
+        why = str(e).strip().split("\n")[0].rstrip(".") or type(e).__name__
+        raise HybridError(f"{repo} could not be fetched from {place}: {why:.160}.") from e
     except _unreachable(hub) as e:
         raise _not_here(hub, repo) from e
+
+
+def _no_space(error: BaseException) -> bool:
+    """Whether hf_xet, which puts everything into words, means a full disk."""
+    return isinstance(error, RuntimeError) and f"os error {errno.ENOSPC}" in str(error)
+
+
+def _full(hub: Any, repo: str) -> HybridError:
+    where = hub.constants.HF_HUB_CACHE
+    return HybridError(f"The disk that holds {where} is full; {repo} needs more space (see HF_HOME).")
 
 
 def _not_here(hub: Any, repo: str) -> HybridError:

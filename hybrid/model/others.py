@@ -87,15 +87,20 @@ def lmstudio_model(name: str) -> Path:
         raise BadRequestError(f"lmstudio:{name} is not a model's name; write lmstudio:PUBLISHER/MODEL[/FILE.gguf].")
     roots = [Path.home() / ".lmstudio/models", Path.home() / ".cache/lm-studio/models"]
     folders = [folder for root in roots if (folder := root / parts[0] / parts[1]).is_dir()]
-    found = sorted({first_shard(file) for folder in folders for file in folder.glob("*.gguf") if not _is_extra(file)})
+    files = [first_shard(file) for folder in folders for file in folder.glob("*.gguf") if not _is_extra(file)]
+    # Newer releases moved their folder: what is in both is one model. The newer folder's file wins.
+    by_name = {file.name: file for file in reversed(files)}
+    found = [by_name[name] for name in sorted(by_name)]
     if len(parts) == 3:
         found = [file for file in found if file.name == parts[2]]
     if not found:
         where = next((str(root) for root in roots if root.is_dir()), str(roots[0]))
         raise BadRequestError(f"LM Studio has no GGUF {name} on this machine (its models are in {where}).")
     if len(found) > 1:
-        files = ", ".join(file.name for file in found)
-        raise BadRequestError(f"LM Studio has several files of {name}: {files}; write lmstudio:{name}/{found[0].name}.")
+        several = ", ".join(file.name for file in found)
+        raise BadRequestError(
+            f"LM Studio has several files of {name}: {several}; write lmstudio:{name}/{found[0].name}."
+        )
     return found[0]
 
 

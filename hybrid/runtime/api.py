@@ -104,7 +104,7 @@ class Hybrid(LlamaAPI):
         self._closing = False
         if model is not None and model_path is not None:
             raise BadRequestError("Give the model once: as the first argument or as model_path.")
-        asked = read_llama_arguments(llama, engine)
+        asked = read_llama_arguments(llama, engine, n_threads)
         self._seed, self._repeat_last_n, self._spm_infill = seed, asked.repeat_last_n, asked.spm_infill
         self._file = ModelFile(resolve_model(model if model is not None else model_path))
         try:
@@ -132,8 +132,7 @@ class Hybrid(LlamaAPI):
             profile = self._store.load() if auto else Profile()
             self._notes = list(profile.notes)
             self._engine = self._open(spec, plan(spec, request, profile), request, auto)
-            if self._engine.head is not None:
-                self._notes += self._engine.head.notes
+            self._notes += self._engine.notes
             self._template: ChatTemplate | None = None
             if chat_template is not None:
                 self._template = chosen_template(chat_template, **self._template_tokens())
@@ -164,12 +163,12 @@ class Hybrid(LlamaAPI):
         top_p: float = 0.95,
         min_p: float = 0.05,
         repeat_penalty: float = 1.0,
-        repeat_last_n: int = 64,
+        repeat_last_n: int | None = None,
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
-        logit_bias: Mapping[int, float] | None = None,
+        logit_bias: Mapping[Any, float] | None = None,
         ignore_eos: bool = False,
         grammar: Any = None,
         json_schema: str | Mapping[str, Any] | None = None,
@@ -178,9 +177,10 @@ class Hybrid(LlamaAPI):
         """Continue `prompt` (text, or token ids used as they are).
 
         Returns a Completion (a str), or with `stream` an iterator of pieces. `temperature` 0 is greedy; `max_tokens`
-        None runs until the model ends or the context is full (`finish_reason` "length"). A stop string ends the text
-        and is not part of it. `grammar` (GBNF) or `json_schema` says what the text may be; where `max_tokens` cuts it
-        short, it is a beginning of that. Raises BadRequestError if the prompt does not fit the context.
+        None runs until the model ends or the context is full (`finish_reason` "length"). The penalties look back on
+        `repeat_last_n` tokens (-1: all; default: 64, or the constructor's `last_n_tokens_size`). A stop string ends
+        the text and is not part of it. `grammar` (GBNF) or `json_schema` says what the text may be; where `max_tokens`
+        cuts it short, it is a beginning of that. Raises BadRequestError if the prompt does not fit the context.
         """
         options = options_of(
             temperature=temperature,
@@ -188,7 +188,7 @@ class Hybrid(LlamaAPI):
             top_p=top_p,
             min_p=min_p,
             repeat_penalty=repeat_penalty,
-            repeat_last_n=repeat_last_n,
+            repeat_last_n=self._repeat_last_n if repeat_last_n is None else repeat_last_n,
             presence_penalty=presence_penalty,
             frequency_penalty=frequency_penalty,
             seed=self._seed if seed is None else seed,
@@ -241,9 +241,8 @@ class Hybrid(LlamaAPI):
         what `generate` would have given. With `n_draft`, tokens are drafted from what the text repeats: the same text,
         sooner. Raises BadRequestError, before anything runs, for a prompt that does not fit.
         """
-        if self._seed is not None:
-            options.setdefault("seed", self._seed)
-        how = options_of(**options)
+        said: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        how = options_of(**{**self._defaults(), **said})
         if how.grammar:
             check_grammar(how.grammar)
         tokens = [tuple(self._prompt(prompt)) for prompt in prompts]

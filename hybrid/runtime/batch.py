@@ -128,7 +128,8 @@ class Batch:
         over: list[_Slot] = []
         for slot in self._live.values():
             if slot.lost:
-                self._engine.evaluate([*slot.task.prompt, *slot.reply.tokens[:-1]], slot.seq)
+                read = [*slot.task.prompt, *slot.reply.tokens[:-1]]
+                self._engine.evaluate(read, slot.seq, cancelled=self._cancelled)
                 slot.lost = False
         for seq in self._order:
             if seq in self._live:
@@ -146,7 +147,9 @@ class Batch:
         start = time.perf_counter()
         slot.n_cached = self._prime(slot)
         rest, tell = slot.task.prompt[slot.n_cached :], self._on_prefill
-        self._engine.evaluate(rest, slot.seq, progress=tell and (lambda done: tell(done, len(rest))))
+        self._engine.evaluate(
+            rest, slot.seq, progress=tell and (lambda done: tell(done, len(rest))), cancelled=self._cancelled
+        )
         slot.prefill_s = time.perf_counter() - start
         if slot.reply.reason is None:
             slot.push(self._engine.sample(slot.sampler))
@@ -168,7 +171,7 @@ class Batch:
             engine.load(self._prefix, seq)
             return n
         engine.trim(0, seq)
-        engine.evaluate(prefix, seq)
+        engine.evaluate(prefix, seq, cancelled=self._cancelled)
         slot.n_own_prefix = n
         self._keep(seq)
         return n
@@ -256,8 +259,7 @@ class _Slot:
     def __init__(self, engine: Engine, seq: int, task: Task, curve: BatchCurve | None) -> None:
         self.seq, self.task = seq, task
         self.reply = Reply(engine, len(task.prompt), task.options)
-        self.sampler = self.reply.sampler()
-        self.sampler.accept(task.prompt)
+        self.sampler = self.reply.sampler(task.prompt)
         self.n_cached = self.n_own_prefix = 0
         self.prefill_s = self.decode_s = 0.0
         self.lost = False

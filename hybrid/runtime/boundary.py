@@ -31,7 +31,8 @@ class Parcel:
 
 
 class Boundary:
-    """`depth` pinned buffers of [n_batch, n_embd] float32 between a GPU and the host; on `cpu` nothing is copied.
+    """`depth` buffers of [n_batch, n_embd] float32 between a GPU and the host, pinned where the system allows it (else
+    `notes` says so); on `cpu` nothing is copied.
 
     `send` runs on the head's thread and blocks while all buffers are under way, which is what keeps the head
     at most `depth` chunks ahead of the tail.
@@ -40,11 +41,17 @@ class Boundary:
     def __init__(self, device: str, n_batch: int, n_embd: int, depth: int = 2) -> None:
         import torch
 
+        from hybrid.head.pinned import pinned
+
         self._torch = torch
         self._on_host = torch.device(device).type == "cpu"
         self._cuda = torch.device(device).type == "cuda"
         size = (0,) if self._on_host else (n_batch, n_embd)
-        self._all = [torch.empty(size, dtype=torch.float32, pin_memory=self._cuda) for _ in range(depth)]
+        self.notes: list[str] = []
+        if self._cuda:
+            self._all = [pinned(size, torch.float32, "hidden states", self.notes) for _ in range(depth)]
+        else:
+            self._all = [torch.empty(size, dtype=torch.float32) for _ in range(depth)]
         self.reset()
         self.nbytes = 0 if self._on_host else depth * n_batch * n_embd * 4
 

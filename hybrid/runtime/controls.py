@@ -45,11 +45,12 @@ def guard(text: str, controls: Collection[str], marker: str) -> str:
 
 
 def guard_all(value: Any, controls: Collection[str], marker: str) -> Any:
-    """`guard` for every string in `value`, however deep in mappings and lists."""
+    """`guard` for every string in `value`, however deep in mappings and lists; also for keys that are no plain words
+    (those are what a template looks things up by)."""
     if isinstance(value, str):
         return guard(value, controls, marker)
     if isinstance(value, Mapping):
-        return {k: guard_all(v, controls, marker) for k, v in value.items()}
+        return {_guarded_key(k, controls, marker): guard_all(v, controls, marker) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [guard_all(v, controls, marker) for v in value]
     return value
@@ -81,6 +82,10 @@ def split(text: str, controls: Mapping[str, int], attributes: Callable[[int], in
     return pieces + [text[begin:]] * (begin < len(text))
 
 
+def _guarded_key(key: Any, controls: Collection[str], marker: str) -> Any:
+    return guard(key, controls, marker) if isinstance(key, str) and not key.isidentifier() else key
+
+
 def _positions(text: str, characters: set[str]) -> list[int]:
     """Where any of `characters` stands in `text`: a vocabulary has thousands of control tokens, few first letters."""
     if not characters:
@@ -91,6 +96,9 @@ def _positions(text: str, characters: set[str]) -> list[int]:
 def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for v in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _strings(pair)
+    elif isinstance(value, (list, tuple)):
+        for v in value:
             yield from _strings(v)

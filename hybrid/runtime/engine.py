@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from hybrid.errors import BadRequestError, EngineError
+from hybrid.errors import BadRequestError, Cancelled, EngineError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.runtime.boundary import Parcel
@@ -131,13 +131,15 @@ class Engine(Pipeline):
         *,
         outputs: Outputs = "last",
         progress: Callable[[int], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> Logits | None:
         """Append `tokens` to `seq` through both halves.
 
         `outputs="all"` returns every token's logits, [n_tokens, n_vocab] float32 (inside `scoring` only, where a tail
         is involved); "last" keeps the last token's for `sample` and `last_logits`. `progress` gets the number of
-        tokens done after each chunk. Raises BadRequestError if the context has no room. If interrupted, the sequence
-        holds what both halves had finished, or nothing.
+        tokens done after each chunk. An `interrupt` of before it began is forgotten, unless `cancelled` says that it
+        was meant for this one. Raises BadRequestError if the context has no room, Cancelled. If interrupted, the
+        sequence holds what both halves had finished, or nothing.
         """
         held = self._tokens[seq]
         if not tokens:
@@ -155,6 +157,8 @@ class Engine(Pipeline):
         self._stopping = False
         if self.tail is not None:
             self.tail.withdraw_abort()
+        if cancelled():
+            raise Cancelled("Interrupted.")
         self._use_threads(self.placement.n_threads_tail, self.placement.n_threads_tail_batch)
         try:
             if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
@@ -273,10 +277,13 @@ class Engine(Pipeline):
 
     def _reopen_tail(self, n_outputs_max: int | None) -> None:
         assert self.tail is not None
-        self.tail.reopen(n_outputs_max)
-        self._threads = self.placement.n_threads_tail, self.placement.n_threads_tail_batch
-        for seq in range(self.placement.n_sequences):
-            self.trim(0, seq)
+        try:
+            self.tail.reopen(n_outputs_max)
+        finally:  # one that failed has left a fresh context, too
+            self._threads = self.placement.n_threads_tail, self.placement.n_threads_tail_batch
+            if self.tail.context:
+                for seq in range(self.placement.n_sequences):
+                    self.trim(0, seq)
 
 
 def _mixed(rows: Mapping[int, Sequence[int]], starts: Sequence[int]) -> Chunk:

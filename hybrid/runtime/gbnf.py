@@ -27,7 +27,6 @@ _NAME = re.compile(r"[a-zA-Z0-9-]+")
 _ESCAPE = r'\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[trn\\"\[\]-])'
 _STRING = re.compile(rf'"((?:{_ESCAPE}|[^\\"])*)"')
 _CLASS = re.compile(rf"\[\^?((?:{_ESCAPE}|[^\\\]])*)\]")
-_TOKEN = re.compile(r"!?(<(?:\[[0-9]+\]|[^\[>][^>]*|)>)")
 _REPEAT = re.compile(r"\{_([0-9]+)_(,_([0-9]*)_)?\}".replace("_", _SPACE.pattern))
 
 
@@ -40,18 +39,19 @@ class _Group:
     n_rules_before: int = 0
 
 
-def check_grammar(text: str) -> tuple[str, ...]:
+def check_grammar(text: str) -> None:
     """Raise BadRequestError, with the line, unless `text` is a grammar that llama.cpp can take and has a rule `root`.
 
-    Returns the tokens it names (`<think>`, `<[12]>`): whether a vocabulary has them is for others to ask.
+    One that names tokens (`<think>`, `!<[12]>`) is refused: where a token's text goes on beyond the characters before
+    such a name, llama.cpp lets it pass, finds that it does not fit, and ends the process.
     """
     if not isinstance(text, str):
         raise BadRequestError(f"A grammar is GBNF text, not {type(text).__name__}.")
-    return _check(text)
+    _check(text)
 
 
 @lru_cache(maxsize=8)  # before a request begins, and where the grammar of each of its sequences is made
-def _check(text: str) -> tuple[str, ...]:
+def _check(text: str) -> None:
     if len(text.encode("utf-8", "replace")) > MAX_BYTES:
         raise BadRequestError(f"The grammar is longer than {MAX_BYTES >> 10} KiB.")
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
@@ -65,7 +65,6 @@ def _check(text: str) -> tuple[str, ...]:
         if name not in reader.rules:
             raise BadRequestError(f"The grammar uses the rule `{name}` (line {line}) but does not define it.")
     check_recursion(reader.rules)
-    return tuple(reader.tokens)
 
 
 class _Reader:
@@ -76,7 +75,6 @@ class _Reader:
         self.rules: Rules = {}
         self.references: dict[str, int] = {}
         """Rules that are used, and the line where each is first."""
-        self.tokens: list[str] = []
         self._n_elements = self._n_rules = 0
         self._skip(lines=True)
 
@@ -137,11 +135,7 @@ class _Reader:
                 raise self._error("this character class has no closing bracket, or an escape that is none")
             sequence.append(Symbol("", len(characters[1])))
         elif c in "<!":
-            token = self._match(_TOKEN)
-            if token is None:
-                raise self._error("a token is written <name> or <[number]>")
-            self.tokens.append(token[1])
-            sequence.append(Symbol())
+            raise self._error("a token's name ends the process in llama.cpp; write its text in quotes instead")
         elif c == ".":
             self.at += 1
             sequence.append(Symbol())

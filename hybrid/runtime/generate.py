@@ -28,12 +28,13 @@ def generate(
     start = time.perf_counter()
     reply = Reply(engine, len(prompt), options)
     prefill_s: float | None = None
-    with reply.sampler() as sampler:
-        sampler.accept(prompt)
+    with reply.sampler(prompt) as sampler:
         reused = engine.reuse(prompt)
         rest = prompt[reused:]
         try:
-            engine.evaluate(rest, progress=on_prefill and (lambda done: on_prefill(done, len(rest))))
+            engine.evaluate(
+                rest, progress=on_prefill and (lambda done: on_prefill(done, len(rest))), cancelled=cancelled
+            )
             prefill_s = time.perf_counter() - start
         except Cancelled:
             if not cancelled():
@@ -45,6 +46,9 @@ def generate(
             return [*prompt, *reply.tokens]
 
         while reply.reason is None:
+            if cancelled():
+                reply.interrupt()
+                break
             if is_over is not None and is_over(so_far(), engine.last_logits()):
                 reply.end()
                 break
@@ -61,7 +65,7 @@ def generate(
             if reply.reason:
                 break
             try:
-                engine.evaluate([token])
+                engine.evaluate([token], cancelled=cancelled)
             except Cancelled:
                 if not cancelled():
                     raise

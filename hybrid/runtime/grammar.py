@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,10 @@ _ANY_CHARACTER, _JSON_CHARACTER = r'char ::= [^"\\]', r'char ::= [^"\\\x7F\x00-\
 """JSON strings hold no control characters: llama.cpp's own converter knows, the one in Python does not."""
 MAX_SIZE = 1000
 """The longest string or list a schema may ask for: the converter writes each item out, as groups inside groups."""
+MAX_PATTERN = 1 << 24
+"""Characters that a repetition in a pattern may be written out to."""
+_PATTERN_PART = re.compile(r"\\.|\[(?:\\.|[^\\\]])*(?:\]|\\?\Z)|\{(?P<times>[^}]*)(?:\}|\Z)|[\]}]", re.DOTALL)
+"""What takes its characters as they are (an escape, a class); a repetition; a bracket without its partner."""
 _SIZES = ("minItems", "maxItems", "minLength", "maxLength")
 
 
@@ -34,14 +39,7 @@ class Grammar:
     """
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
-        tokens = check_grammar(text)
-        for token in tokens:
-            _check_token(token, vocabulary)
-        if tokens:
-            raise BadRequestError(
-                f"The grammar names the token {tokens[0]}: llama.cpp would end the process where another token's text "
-                "reaches beyond what precedes it. Write the text instead."
-            )
+        check_grammar(text)
         lib = self._lib = llama_cpp()
         self._vocabulary = vocabulary
         log = LogMark()
@@ -118,7 +116,12 @@ def schema_grammar(schema: str | Mapping[str, Any]) -> str:
         if isinstance(e, (KeyError, AttributeError, TypeError)):
             why = f"{type(e).__name__}: {why}"
         raise BadRequestError(f"This JSON schema cannot be made into a grammar ({why:.200}).") from e
-    return text.replace(_ANY_CHARACTER, _JSON_CHARACTER)
+    text = text.replace(_ANY_CHARACTER, _JSON_CHARACTER)
+    try:
+        check_grammar(text)
+    except BadRequestError as e:
+        raise BadRequestError(f"This JSON schema cannot be made into a grammar ({str(e).rstrip('.')}).") from e
+    return text
 
 
 def any_json() -> str:
@@ -144,19 +147,25 @@ def _check_sizes(schema: Any) -> None:
                 if isinstance(size, (int, float)) and size > MAX_SIZE:
                     raise BadRequestError(f"The JSON schema has a {key} of {size}; at most {MAX_SIZE} is possible.")
             pattern = part.get("pattern")
-            if isinstance(pattern, str) and any(int(n[:9]) > MAX_SIZE for n in re.findall(r"\d+", pattern)):
-                raise BadRequestError(f"The JSON schema has a pattern that repeats more than {MAX_SIZE} times.")
+            if isinstance(pattern, str):
+                _check_pattern(pattern)
             todo += part.values()
         elif isinstance(part, (list, tuple)):
             todo += part
 
 
-def _check_token(text: str, vocabulary: Vocabulary) -> None:
-    if number := re.fullmatch(r"<\[([0-9]+)\]>", text):
-        if len(number[1]) > 9 or int(number[1]) >= vocabulary.n_vocab:
-            raise BadRequestError(f"The grammar names token {text}; the vocabulary has {vocabulary.n_vocab}.")
-    elif len(vocabulary.tokenize(text, add_special=False, parse_special=True)) != 1:
-        raise BadRequestError(f"The grammar names the token {text}, which this model's vocabulary does not have.")
+def _check_pattern(pattern: str) -> None:
+    """The same of a regular expression, whose repetitions the converter writes out too. It never comes back from a
+    bracket or brace that closes nothing."""
+    for part in _PATTERN_PART.finditer(pattern):
+        if part[0] in ("]", "}"):
+            raise BadRequestError(
+                f"The JSON schema has a pattern with a `{part[0]}` that closes nothing: {pattern:.30}."
+            )
+        for times in (part["times"] or "").split(","):
+            with suppress(ValueError):  # no number: the converter will say so
+                if int(times) > MAX_SIZE or int(times) * len(pattern) > MAX_PATTERN:
+                    raise BadRequestError(f"The JSON schema has a pattern that repeats more than {MAX_SIZE} times.")
 
 
 def _unseen(vocabulary: Vocabulary) -> frozenset[int]:

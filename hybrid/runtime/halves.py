@@ -60,6 +60,11 @@ class Halves:
         """Whether the last tokens of a sequence can be forgotten again: not where a layer's state is recurrent."""
         return self.tail is None or self.tail.can_go_back
 
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know, a sentence each: weights that could not stay quantised, memory not pinned."""
+        return [note for part in (self.head, self._boundary) if part is not None for note in part.notes]
+
     def interrupt(self) -> None:
         """From any thread: stop the evaluation under way, which raises Cancelled. Harmless when there is none."""
         self._stopping = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from hybrid.errors import BadRequestError, UnsupportedError
-from hybrid.runtime.arguments import stop_strings, token_ids
+from hybrid.runtime.arguments import stop_strings, token_biases, token_ids
 from hybrid.runtime.completion import Completion, Stream
 from hybrid.runtime.grammar import grammar_text
 from hybrid.runtime.loaded import Loaded
@@ -252,13 +252,11 @@ class LlamaAPI(Loaded):
 
     def _sampling(self, *, seed: int | None, logit_bias: Mapping[Any, float] | None, **asked: Any) -> SamplingParams:
         """Sampling parameters, the constructor's seed and the like where the request gives none."""
-        try:
-            bias = {int(token): float(value) for token, value in (logit_bias or {}).items()}
-        except (AttributeError, TypeError, ValueError) as e:
-            raise BadRequestError("logit_bias maps token ids to numbers.") from e
         if seed is not None:
             asked["seed"] = seed
-        return SamplingParams(**{**self._defaults(), **asked, "logit_bias": bias})
+        if asked["mirostat"] and asked["temperature"]:
+            asked["temperature"] = 1.0  # to that class it only says whether to sample; llama.cpp itself applies it
+        return SamplingParams(**{**self._defaults(), **asked, "logit_bias": token_biases(logit_bias)})
 
     def _options(
         self,
@@ -278,6 +276,7 @@ class LlamaAPI(Loaded):
             max_tokens=None if max_tokens is None or max_tokens <= 0 else max_tokens,
             stop=stop_strings(stop),
             grammar="" if grammar is None else grammar_text(grammar),
+            penalize_prompt=False,  # nor do that class's penalties see it
             edit_logits=_edits(logits_processor),
             is_over=_criteria(stopping_criteria),
         )
@@ -288,6 +287,9 @@ def _chunks(reply: Reply, stream: Stream, logprobs: Logprobs | None, before: str
     for piece in itertools.chain([before] * bool(before), stream):
         yield reply.text(piece, logprobs.take() if logprobs is not None else None, None)
     assert stream.completion is not None, "a stream that is exhausted has its completion"
+    rest = logprobs.take() if logprobs is not None else None
+    if rest is not None and rest["tokens"]:  # tokens whose text was held back to the end, or that have none
+        yield reply.text("", rest, None)
     yield reply.text("", None, stream.completion.finish_reason)
 
 

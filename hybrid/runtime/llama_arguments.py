@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from hybrid.errors import BadRequestError, UnsupportedError
@@ -71,23 +72,21 @@ class LlamaArguments:
     offload_kqv: bool = True
 
 
-def read_llama_arguments(given: Mapping[str, Any], engine: str) -> LlamaArguments:
-    """What `given` asks for beside `Hybrid`'s own arguments; `engine` is one of those.
+def read_llama_arguments(given: Mapping[str, Any], engine: str, n_threads: int | None) -> LlamaArguments:
+    """What `given` asks for beside `Hybrid`'s own arguments; `engine` and `n_threads` are two of those.
 
     Raises TypeError for a name that neither class knows, UnsupportedError for what this one cannot do.
     """
-    kv_dtype = None
+    own = {"type_k", "type_v", "spm_infill"}
+    if engine == "llama.cpp":
+        own.add("offload_kqv")
+    if given.get("n_threads_batch") in (None, n_threads):
+        own.add("n_threads_batch")
     for name, value in given.items():
-        if name in ("type_k", "type_v"):
-            if value not in _KV_TYPES or given.get("type_k") != given.get("type_v"):
-                raise UnsupportedError(
-                    "type_k and type_v must be the same, one of f32 (0), f16 (1), q8_0 (8), bf16 (30)."
-                )
-            kv_dtype = _KV_TYPES[value]
-        elif name == "last_n_tokens_size":
+        if name == "last_n_tokens_size":
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise BadRequestError(f"last_n_tokens_size must be a whole number of 0 or more, not {value!r}.")
-        elif name == "spm_infill" or (name == "offload_kqv" and engine == "llama.cpp"):
+        elif name in own:
             continue
         elif name in _AS_THEY_ARE:
             allowed = _AS_THEY_ARE[name]
@@ -98,11 +97,20 @@ def read_llama_arguments(given: Mapping[str, Any], engine: str) -> LlamaArgument
         else:
             raise TypeError(f"Hybrid() got an unexpected keyword argument {name!r}")
     return LlamaArguments(
-        kv_dtype,
+        _kv_dtype(given.get("type_k"), given.get("type_v")),
         given.get("last_n_tokens_size"),
         spm_infill=bool(given.get("spm_infill", False)),
         offload_kqv=bool(given.get("offload_kqv", True)),
     )
+
+
+def _kv_dtype(k: Any, v: Any) -> str | None:
+    """The KV cache's type by ggml's numbers for its two halves; None where neither is given."""
+    if not all(isinstance(kind, (int, NoneType)) and kind in _KV_TYPES for kind in (k, v)):
+        raise UnsupportedError("type_k and type_v must be f32 (0), f16 (1), q8_0 (8) or bf16 (30).")
+    if _KV_TYPES[k] != _KV_TYPES[v]:
+        raise UnsupportedError("type_k and type_v must be the same: the KV cache has one type here.")
+    return None if k is None and v is None else _KV_TYPES[k]
 
 
 def _refusal(name: str, value: Any) -> UnsupportedError:

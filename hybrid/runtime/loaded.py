@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self
@@ -14,16 +13,16 @@ from typing import NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.errors import BadRequestError, OutOfMemoryError
+from hybrid.errors import BadRequestError, HostMemoryError, OutOfMemoryError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
-from hybrid.model.splits import find_splits
-from hybrid.runtime.arguments import token_ids
+from hybrid.runtime.arguments import plain_text, token_ids
 from hybrid.runtime.engine import Engine
 from hybrid.runtime.pipeline import Logits
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import Plan, Request, plan
+from hybrid.schedule.scheduler import Plan, Request
+from hybrid.schedule.step_down import one_layer_fewer
 
 
 class Loaded:
@@ -38,22 +37,23 @@ class Loaded:
     _closing: bool
 
     def _open(self, spec: ModelSpec, chosen: Plan, request: Request, auto: bool) -> Engine:
-        """The engine of a plan. Where `auto` chose it and the memory is not there after all, with a layer fewer."""
+        """The engine of a plan. Where `auto` chose it and the device's memory is not there after all, with a layer
+        fewer; the RAM would have to hold that layer, so that where it is the RAM that fails, this does not help."""
         assert self._file is not None
         self._notes += chosen.notes
         try:
             return Engine(self._file, spec, chosen.placement, progress=self._progress)
         except OutOfMemoryError as e:
-            k = chosen.placement.n_gpu_layers
-            fewer = [smaller for smaller in find_splits(spec).allowed if smaller < k]
-            if not auto or not fewer:
+            of_host = isinstance(e, HostMemoryError) and chosen.placement.device != "cpu"
+            fewer = one_layer_fewer(spec, chosen, request) if auto and not of_host else None
+            if fewer is None:
                 raise
-            self._notes.append(f"{k} layers did not fit after all, {fewer[-1]} are tried ({e})")
+            k, tried = chosen.placement.n_gpu_layers, fewer.placement.n_gpu_layers
+            self._notes.append(f"{k} layers did not fit after all, {tried} are tried ({e})")
         gc.collect()  # the exception, the frames it has seen and what they hold refer to each other
         if (torch := sys.modules.get("torch")) is not None:
             torch.cuda.empty_cache()
-        fixed = replace(request, n_gpu_layers=fewer[-1], device=chosen.placement.device, n_ctx=chosen.placement.n_ctx)
-        return self._open(spec, replace(plan(spec, fixed), notes=()), request, auto)
+        return self._open(spec, fewer, request, auto)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -95,10 +95,10 @@ class Loaded:
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special` puts BOS (and EOS) where the model wants them. Text that looks like a
-        control token stays text unless `parse_special`."""
-        return self.engine.vocabulary.tokenize(text, add_special=add_special, parse_special=parse_special)
+    def tokenize(self, text: str | bytes, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text` (bytes, as `llama_cpp.Llama` wants it, are UTF-8); `add_special` puts BOS (and EOS) where
+        the model wants them. Text that looks like a control token stays text unless `parse_special`."""
+        return self.engine.vocabulary.tokenize(plain_text(text), add_special=add_special, parse_special=parse_special)
 
     def detokenize(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, control tokens left out."""

@@ -26,6 +26,8 @@ class Options:
     ignore_eos: bool = False
     grammar: str = ""
     """GBNF that the text (not the prompt) follows; "": any text."""
+    penalize_prompt: bool = True
+    """Whether the penalties see the prompt's tokens too, as in llama-cli."""
     edit_logits: Callable[[Sequence[int], Logits], Logits] | None = None
     """Given the tokens so far and a copy of the logits [n_vocab]: the logits to sample from. This and the next two are
     for `generate` alone, not for several sequences at a time."""
@@ -64,14 +66,17 @@ class Reply:
         """The most tokens it may have: what was asked for, and one more than the context has room for."""
         self.reason: FinishReason | None = None if self.limit else "length"
 
-    def sampler(self) -> Sampler:
-        """A chain of its own, by the options."""
-        sampling = self._options.sampling
+    def sampler(self, prompt: Sequence[int]) -> Sampler:
+        """A chain of its own, by the options; its penalties have seen `prompt` where they are to."""
+        sampling = self._options.sampling.within(self._engine.placement.n_ctx)
         if self._options.ignore_eos:
             never = {token: float("-inf") for token in self._vocabulary.eog_tokens}
             sampling = replace(sampling, logit_bias={**sampling.logit_bias, **never})
         grammar = Grammar(self._options.grammar, self._vocabulary) if self._options.grammar else None
-        return Sampler(sampling, self._vocabulary.n_vocab, grammar)
+        sampler = Sampler(sampling, self._vocabulary.n_vocab, grammar)
+        if self._options.penalize_prompt:
+            sampler.accept(prompt)
+        return sampler
 
     def push(self, token: int, sampler: Sampler) -> str:
         """The next token, drawn by `sampler`; returns the text that is now certain, perhaps none.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class SamplingParams:
     mirostat_eta: float = 0.1
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
-    """Tokens the penalties look back on; 0: off."""
+    """Tokens the penalties look back on; 0: off, -1: as many as the context holds."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -83,6 +83,12 @@ class SamplingParams:
         if any(math.isnan(bias) for bias in self.logit_bias.values()):
             raise BadRequestError("logit_bias values must be numbers, not nan.")
 
+    def within(self, n_ctx: int) -> SamplingParams:
+        """The same for a context of n_ctx tokens: the penalties look back on no more (llama.cpp makes room for all of
+        them), and -1 says how many that is."""
+        n = self.repeat_last_n
+        return replace(self, repeat_last_n=n_ctx if n == -1 else min(n, n_ctx))
+
     @property
     def is_argmax(self) -> bool:
         """Whether sampling means no more than taking the token with the largest logit, biases added."""
@@ -97,27 +103,32 @@ class SamplingParams:
 
 class Sampler:
     """One chain for one sequence: logit bias, penalties, then greedy or top-k, typical-p, top-p, min-p, temperature,
-    draw (the order of llama-cli). Call `accept` with prompt tokens so that the penalties see them.
+    draw (the order of llama-cli; with Mirostat temperature and Mirostat, as there). Call `accept` with prompt tokens so
+    that the penalties see them.
 
     With a `grammar`, whose state it advances, only `sample` may be used. As in llama.cpp's own programs the chain draws
     first, and only where the grammar refuses that token are all of them masked by it and one drawn again: asking it
     about one token costs next to nothing, about all of them as much as a small model's decode. (Greedily, the likeliest
-    few are asked about before all.) `close` frees both.
+    few are asked about before all.) `close` frees both; so does a constructor that raises.
     """
 
     def __init__(self, params: SamplingParams, n_vocab: int, grammar: Grammar | None = None) -> None:
+        self.grammar = grammar
+        lib = self._lib = llama_cpp()
+        self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        try:
+            if not self._chain:
+                raise EngineError("llama.cpp could not make a sampler chain.")
+            for sampler in _samplers(lib, params, n_vocab):
+                lib.llama_sampler_chain_add(self._chain, sampler)
+        except BaseException:
+            self.close()
+            raise
         self._remembers = params.has_penalties
         self.takes_the_largest = params.is_argmax and grammar is None
         """Whether it has no state and always takes the token with the largest logit: `largest` is the same, sooner."""
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._biases = np.array(list(params.logit_bias.values()), np.float32)
-        self.grammar = grammar
-        lib = self._lib = llama_cpp()
-        self._chain: Any = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if not self._chain:
-            raise EngineError("llama.cpp could not make a sampler chain.")
-        for sampler in _samplers(lib, params, n_vocab):
-            lib.llama_sampler_chain_add(self._chain, sampler)
         self._greedy = params.temperature == 0
         self._banned = [token for token, bias in params.logit_bias.items() if bias == -math.inf]
         self._ids = np.arange(n_vocab, dtype=np.int32)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import BadRequestError, HostMemoryError, UnsupportedError
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
 from hybrid.schedule import facts
@@ -121,7 +121,7 @@ def plan(spec: ModelSpec, request: Request, profile: Profile | None = None) -> P
     placement = with_kv_budget(with_threads(base, spec, cores), spec, request, notes)
     if refusal := kv_refusal(spec, placement):
         raise UnsupportedError(refusal)
-    _check_memory(spec, placement, notes)
+    check_memory(spec, placement, notes)
     return Plan(placement, tuple(notes))
 
 
@@ -395,12 +395,12 @@ def with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
     )
 
 
-def _check_memory(spec: ModelSpec, placement: Placement, notes: list[str]) -> None:
+def check_memory(spec: ModelSpec, placement: Placement, notes: list[str]) -> None:
     """Both memories count; but a file that llama.cpp merely maps may be larger than the RAM, which is only slow."""
     ledger, allowed = ledger_of(spec, placement), ram_budget()
     need = ledger.ram_bytes - ledger.mapped_bytes
     if need > allowed:
-        raise OutOfMemoryError(
+        raise HostMemoryError(
             f"This needs {mib(need)} of RAM, but only {mib(allowed)} may be used (a margin is left to the system); "
             "use a shorter context (-c) or fewer layers."
         )

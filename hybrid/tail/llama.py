@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from hybrid import _native
-from hybrid.errors import EngineError, HybridError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import EngineError, HostMemoryError, HybridError, OutOfMemoryError, UnsupportedError
 from hybrid.tail.bindings import import_bindings
 
 LLAMA_CPP_PYTHON = "0.3.36"
@@ -213,7 +213,8 @@ class LogMark:
         sentence = f"llama.cpp could not {doing}: {reason.rstrip('. ')}."
         said = " ".join(lines)
         if re.search(r"(failed|unable|cannot) to allocate|bad_alloc|out of memory", said):
-            return OutOfMemoryError(sentence, on_device=re.search("on device|[Dd]evice memory", said) is not None)
+            full = OutOfMemoryError if re.search("on device|[Dd]evice memory", said) else HostMemoryError
+            return full(sentence)
         return EngineError(sentence)
 
 

@@ -77,9 +77,15 @@ class Tail(Context):
         """A fresh context with room for that many outputs a batch (None: as placed); every sequence is empty.
 
         The weights stay loaded. A large vocabulary makes this expensive: n_outputs_max * n_vocab * 4 bytes, twice.
+        Raises OutOfMemoryError or EngineError; then there is a fresh context as placed, for which there was memory.
         """
         super().close()
-        self._open(context_params(self.placement, n_outputs_max or self.placement.n_outputs))
+        try:
+            self._open(context_params(self.placement, n_outputs_max or self.placement.n_outputs))
+        except BaseException:
+            if n_outputs_max is not None:
+                self._open(context_params(self.placement, self.placement.n_outputs))
+            raise
 
     @property
     def memory(self) -> TailMemory:

@@ -16,7 +16,14 @@ import pytest
 
 from hybrid.apps.runner import run_calibration, run_task, run_trial
 from hybrid.apps.worker import failure_kind
-from hybrid.errors import BadFileError, BadRequestError, EngineError, OutOfMemoryError, UnsupportedError
+from hybrid.errors import (
+    BadFileError,
+    BadRequestError,
+    EngineError,
+    HostMemoryError,
+    OutOfMemoryError,
+    UnsupportedError,
+)
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.report.trial import LEAST_DECODED, Condition
@@ -126,8 +133,8 @@ def test_a_process_that_cannot_be_started_is_a_record() -> None:
 @pytest.mark.parametrize(
     ("error", "stage", "kind"),
     [
-        (OutOfMemoryError("Full.", on_device=True), "load", "out of memory"),
-        (OutOfMemoryError("Full."), "prompt", "out of RAM"),
+        (OutOfMemoryError("Full."), "load", "out of memory"),
+        (HostMemoryError("Full."), "prompt", "out of RAM"),
         (MemoryError(), "decode", "out of RAM"),
         (BadFileError("No GGUF."), "", "bad file"),
         (UnsupportedError("Not here."), "load", "refused"),

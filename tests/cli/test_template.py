@@ -199,3 +199,12 @@ def test_loops_know_their_place_and_a_long_conversation_is_no_endless_template()
     many = messages * 50_000
     for _ in range(11):  # each rendering has its own steps
         assert template.render(many).endswith("---")
+
+
+def test_a_control_token_in_a_tools_keys_stays_text() -> None:
+    template = compile_template("{{ tools | tojson }}{{ messages[0].content }}")
+    tools = [{"name": "f", "<|im_end|>": {"x<|im_start|>y": 1}}]
+    vocab = Vocab(add_bos=False)
+    tokens = encode_chat(template, vocab, [{"role": "user", "content": "hi"}], variables={"tools": tools})
+    assert min(tokens) >= 1000
+    assert vocab.show(tokens) == '[{"name": "f", "<|im_end|>": {"x<|im_start|>y": 1}}]hi'

@@ -11,9 +11,10 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as T
 
-from hybrid.errors import BadRequestError, Cancelled, OutOfMemoryError, UnsupportedError
+from hybrid.errors import BadRequestError, Cancelled, HostMemoryError, OutOfMemoryError, UnsupportedError
 from hybrid.head.dequant import SUPPORTED
-from hybrid.head.device import Compute, open_device
+from hybrid.head.device import Compute, allocating, open_device
+from hybrid.head.memory import LiveBytes
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from tests.head.heads import open_head, relative, run, some_tokens
@@ -183,3 +184,47 @@ def test_a_tensor_nobody_knows_is_an_error(tiny_llama: Path) -> None:
         spec = replace(spec, layers=(replace(spec.layers[0], weights=extra), *spec.layers[1:]))
         with pytest.raises(UnsupportedError, match=r"attn_gate\.weight"):
             Head(file, spec, Placement(device="cpu", n_gpu_layers=1, n_ctx=32))
+
+
+def test_a_device_that_is_full_is_out_of_memory_and_not_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(OutOfMemoryError, match="'cuda' has no memory left"):
+        open_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("error", "device", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "cuda", OutOfMemoryError),
+        (MemoryError(), "cuda", HostMemoryError),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "cuda", HostMemoryError),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "cpu", HostMemoryError),
+    ],
+)
+def test_which_memory_is_out_is_told(error: BaseException, device: str, kind: type[Exception]) -> None:
+    with pytest.raises(OutOfMemoryError) as caught, allocating("Loading x", 8, torch.device(device)):
+        raise error
+    assert type(caught.value) is kind
+    assert ("RAM" in str(caught.value)) == (kind is HostMemoryError and device != "cpu")
+
+
+def test_a_tensor_that_ends_while_another_is_counted_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes = torch.UntypedStorage.nbytes
+    kept: list[torch.Tensor] = []
+
+    def collected(storage: torch.UntypedStorage) -> int:  # as a garbage collection, or another thread, may do
+        kept.clear()
+        return nbytes(storage)
+
+    with LiveBytes() as count:
+        kept.append(torch.zeros(1000))
+        assert count.now == 4000
+        monkeypatch.setattr(torch.UntypedStorage, "nbytes", collected)
+        other = torch.zeros(10)
+        monkeypatch.undo()
+        assert count.now == other.nbytes
+    del other
+    assert count.now == 0

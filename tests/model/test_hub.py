@@ -108,6 +108,59 @@ def test_without_the_hub_what_is_here_is_used(hub: Hub, monkeypatch: pytest.Monk
     assert resolve_model("hf:org/many/m-Q8_0.gguf") == first
 
 
+def test_without_the_hub_sentences_speak_of_what_is_here(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    resolve_model("hf:org/many:Q8_0")
+    for offline, why in (
+        (False, "http://127.0.0.1:9 cannot be reached"),
+        (True, "HF_HUB_OFFLINE says not to fetch more"),
+    ):
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for name, what in (
+            ("org/many:Q4_K_M", "has no Q4_K_M; it has Q8_0"),
+            ("org/many/x.gguf", "has no file x.gguf"),
+        ):
+            with pytest.raises(HybridError, match=rf"The copy of org/many on this machine {what}.*\({why}\)\."):
+                resolve_model(f"hf:{name}")
+        assert resolve_model("hf:org/many").name == "m-Q8_0.gguf"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    hub.status = 503
+    with pytest.raises(HybridError, match=r"on this machine has no Q4_K_M.*answers 503\)"):
+        resolve_model("hf:org/many:Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    ("message", "words", "n_calls"),
+    [
+        (
+            "Data processing error: CAS service error : error sending request\n(deep)",
+            r"CAS service error : error send",
+            5,
+        ),
+        ("Data processing error: I/O error: No space left on device (os error 28)", "disk that holds", 1),
+    ],
+)
+def test_what_hf_xet_raises_is_one_sentence(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, message: str, words: str, n_calls: int
+) -> None:
+    import huggingface_hub
+
+    calls: list[str] = []
+
+    def broken(repo: str, file: str, **options: Any) -> str:
+        calls.append(file)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", broken)
+    with pytest.raises(HybridError, match=words) as caught:
+        resolve_model("hf:org/one")
+    assert "\n" not in str(caught.value)
+    assert len(calls) == n_calls
+
+
 def test_a_token_opens_a_gated_repository(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HybridError, match=r"gated: accept its terms.*HF_TOKEN"):
         resolve_model("hf:org/gated")

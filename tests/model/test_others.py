@@ -99,6 +99,10 @@ def test_an_lm_studio_model_is_its_file(home: Path, root: str) -> None:
     assert resolve_model("lmstudio:org/repo/other.gguf") == folder / "other.gguf"
     with pytest.raises(BadRequestError, match="has no GGUF org/none"):
         resolve_model("lmstudio:org/none")
+    for other in (".lmstudio/models", ".cache/lm-studio/models"):  # an update may have left a model in both
+        (home / other / "org" / "twice").mkdir(parents=True)
+        (home / other / "org" / "twice" / "m.gguf").write_bytes(b"GGUF")
+    assert resolve_model("lmstudio:org/twice") == home / ".lmstudio/models/org/twice/m.gguf"
     for name in ("", "org", "../x", "a/b/c/d"):
         with pytest.raises(BadRequestError, match="not a model's name"):
             resolve_model(f"lmstudio:{name}")

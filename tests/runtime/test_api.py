@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hybrid import Completion, Hybrid
-from hybrid.errors import BadRequestError, EngineError, HybridError, UnsupportedError
+from hybrid.errors import BadRequestError, EngineError, HostMemoryError, HybridError, UnsupportedError
 from hybrid.model.file import ModelFile
 from hybrid.tail.reference import Reference
 from tests.tiny import write_tiny
@@ -109,6 +109,33 @@ def test_a_stream_cancelled_while_the_prompt_is_read_ends_without_text(model: Hy
     assert model.generate(prompt, max_tokens=3, temperature=0, ignore_eos=True) == fresh
 
 
+def test_a_stream_cancelled_before_it_begins_ends_without_text(model: Hybrid) -> None:
+    stream = model.generate(PROMPT, temperature=0, ignore_eos=True, stream=True)
+    stream.cancel()
+    assert list(stream) == []
+    assert stream.completion is not None
+    assert (stream.completion.finish_reason, stream.completion.tokens) == ("interrupted", [])
+    assert model.n_used == 0
+
+
+def test_a_stream_cancelled_as_its_prompt_begins_ends_without_text(
+    model: Hybrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = model.generate(PROMPT, temperature=0, ignore_eos=True, stream=True)
+    evaluate = model.engine.evaluate
+
+    def late(*args: Any, **options: Any) -> Any:  # the engine forgets interruptions of before an evaluation
+        stream.cancel()
+        return evaluate(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.engine, "evaluate", late)
+        assert list(stream) == []
+    assert stream.completion is not None
+    assert stream.completion.finish_reason == "interrupted"
+    assert model.generate(PROMPT, max_tokens=3, temperature=0, ignore_eos=True).finish_reason == "length"
+
+
 def test_a_continued_prompt_is_reused_and_a_repeated_one_all_but_its_last_token(model: Hybrid) -> None:
     first = model.generate(PROMPT, max_tokens=6, temperature=0, ignore_eos=True)
     prompt = model.tokenize(PROMPT)
@@ -154,6 +181,29 @@ def test_logits_are_llama_cpps(model: Hybrid, llama_f32: Path) -> None:
     assert np.abs(logits - expected).max() <= 5e-3 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_logits_for_which_there_is_no_room_leave_a_model_that_still_generates(
+    llama_f32: Path, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Hybrid(llama_f32, n_gpu_layers=k, device="cpu", n_ctx=64, n_batch=32) as model:
+        expected = model.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True)
+        tail = model.engine.tail
+        assert tail is not None
+        opened = tail._open
+
+        def small(params: Any) -> None:
+            if params.n_outputs_max > 1:
+                raise HostMemoryError("There is no room for so many logits.")
+            opened(params)
+
+        monkeypatch.setattr(tail, "_open", small)
+        for ask in (lambda: model.logits([5, 6, 7]), lambda: model.score([5, 6, 7], lambda i, row: None)):
+            with pytest.raises(HostMemoryError, match="no room"):
+                ask()
+            assert model.n_used == 0
+            assert model.generate(PROMPT, max_tokens=4, temperature=0, ignore_eos=True) == expected
+
+
 def test_text_that_spells_a_control_token_stays_text(model: Hybrid) -> None:
     control = model.tokenize("<|user|>", parse_special=True, add_special=False)
     assert len(control) == 1
@@ -180,6 +230,34 @@ def test_the_next_turn_of_a_chat_reuses_the_one_before(model: Hybrid) -> None:
 def test_senseless_options_are_refused(model: Hybrid, bad: dict[str, object]) -> None:
     with pytest.raises(BadRequestError):
         model.generate(PROMPT, **bad)  # type: ignore[call-overload]
+
+
+def test_token_ids_of_a_bias_may_be_text_as_in_json(model: Hybrid) -> None:
+    assert model.generate(PROMPT, max_tokens=2, logit_bias={"300": 1000.0}).tokens == [300, 300]
+    for bad in ({"x": 1.0}, {3: "x"}, [1]):
+        with pytest.raises(BadRequestError, match="logit_bias"):
+            model.generate(PROMPT, logit_bias=bad)  # type: ignore[arg-type]
+
+
+def test_a_look_back_of_minus_one_is_the_whole_context(llama_f32: Path) -> None:
+    with Hybrid(llama_f32, n_gpu_layers=0, n_ctx=128, n_threads=1) as model:
+
+        def text(n: int) -> str:
+            model.engine.trim(0)
+            return model.generate(
+                PROMPT, repeat_last_n=n, repeat_penalty=1.3, max_tokens=80, temperature=0, ignore_eos=True
+            )
+
+        assert text(-1) == text(128)
+        assert text(-1) not in (text(0), text(32))
+
+
+def test_text_may_be_bytes(model: Hybrid) -> None:
+    assert model.tokenize("Grüße".encode()) == model.tokenize("Grüße")
+    with pytest.raises(BadRequestError, match="not UTF-8"):
+        model.tokenize(b"\xff")
+    with pytest.raises(BadRequestError, match="not int"):
+        model.tokenize(5)  # type: ignore[arg-type]
 
 
 def test_unknown_options_are_errors(model: Hybrid, llama_f32: Path) -> None:

@@ -184,7 +184,7 @@ class Exact:
     def load(self, state: State, seq: int = 0) -> None:
         self._held[seq] = list(state.tokens)
 
-    def evaluate(self, tokens: Sequence[int], seq: int = 0, progress: object = None) -> None:
+    def evaluate(self, tokens: Sequence[int], seq: int = 0, progress: object = None, cancelled: object = None) -> None:
         self.n_evaluated += len(tokens)
         self._held[seq] += tokens
         self._logits = [self._after(self._held[seq])]

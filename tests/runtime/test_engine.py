@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hybrid.errors import BadRequestError, EngineError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
+from hybrid.runtime.boundary import Boundary
 from hybrid.runtime.engine import Engine
 from hybrid.schedule.placement import Placement
 from hybrid.tail.reference import Reference
@@ -188,3 +190,18 @@ def test_closing_twice_and_after_a_failed_load_is_harmless(llama_f32: Path, tmp_
             Engine(file, spec, Placement(device="nosuch", n_gpu_layers=2, n_ctx=128))
         with closing(Engine(file, spec, Placement(device="cpu", n_gpu_layers=2, n_ctx=128))) as engine:
             engine.evaluate(TOKENS[:3])
+
+
+def test_hidden_states_travel_without_pinned_memory_and_that_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    boundary = Boundary("cuda", 4, 8)
+    assert [buffer.shape for buffer in boundary._all] == [(4, 8), (4, 8)]
+    assert len(boundary.notes) == 1
+    assert "could not be pinned (CUDA error: out of memory)" in boundary.notes[0]

@@ -168,6 +168,36 @@ def test_log_probabilities_are_llama_cpps(ours: Hybrid, theirs: Any) -> None:
         ]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8},
+        {"temperature": 0, "repeat_penalty": 1.8},  # the penalties do not see the prompt
+        {"temperature": 0.7, "presence_penalty": 1.0, "frequency_penalty": 0.5, "top_p": 0.8, "top_k": 20},
+        {"temperature": 0.3, "mirostat_mode": 1},  # the temperature counts for nothing
+        {"temperature": 0.3, "mirostat_mode": 2, "mirostat_tau": 3.0},
+        {"temperature": 1.2, "typical_p": 0.5, "min_p": 0.1},
+    ],
+)
+def test_a_seed_draws_the_same_text(options: dict[str, Any], ours: Hybrid, theirs: Any) -> None:
+    call = {"max_tokens": 24, "seed": 11, "logit_bias": NO_BYTES, **options}
+    ours.engine.trim(0)  # the same batches, so that not even the last bit of a logit differs
+    theirs.reset()
+    mine, other = (m.create_completion("the a of the ring a he in", **call) for m in (ours, theirs))
+    assert mine["choices"][0]["text"] == other["choices"][0]["text"]
+
+
+def test_a_streams_logprobs_are_all_of_its_tokens(ours: Hybrid) -> None:
+    silent: dict[str, Any] = {"temperature": 0, "max_tokens": 3, "logit_bias": {3: 1000.0}}  # a control token: no text
+    whole = ours.create_completion(PROMPT, logprobs=1, **silent)["choices"][0]["logprobs"]
+    assert len(whole["tokens"]) == 3
+    parts = [c["choices"][0]["logprobs"] for c in ours.create_completion(PROMPT, logprobs=1, stream=True, **silent)]
+    assert [token for part in parts if part for token in part["tokens"]] == whole["tokens"]
+    chunks = ours.create_chat_completion(MESSAGES, logprobs=True, stream=True, **silent)
+    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(part["content"]) for part in found if part) == 3
+
+
 @pytest.mark.parametrize("method", ["create_completion", "create_chat_completion", "__call__", "create_embedding"])
 def test_arguments_have_the_same_names_order_and_defaults(method: str) -> None:
     from llama_cpp import Llama
@@ -286,13 +316,17 @@ def test_constructor_arguments_that_change_nothing_are_taken(llama_f32: Path) ->
     same = {
         name: p.default
         for name, p in inspect.signature(Llama.__init__).parameters.items()
-        if p.default is not inspect.Parameter.empty and name not in ("n_gpu_layers", "n_threads_batch", "seed")
+        if p.default is not inspect.Parameter.empty and name != "n_gpu_layers"
     }
     with Hybrid(model_path=str(llama_f32), n_gpu_layers=0, **same) as model:
         assert model.n_ctx == 512
     with Hybrid(llama_f32, n_gpu_layers=-1, device="cpu", n_ctx=64, type_k=30, type_v=30) as model:
         assert model.placement.n_gpu_layers == 4
         assert model.placement.kv_dtype == "bf16"
+    with Hybrid(
+        llama_f32, n_ctx=64, type_k=None, type_v=None, kv_dtype="q8_0", n_threads=1, n_threads_batch=1
+    ) as model:
+        assert model.placement.kv_dtype == "q8_0"
 
 
 @pytest.mark.parametrize(
@@ -321,6 +355,15 @@ def test_a_constructor_argument_nobody_knows_is_a_type_error(llama_f32: Path) ->
         Hybrid(llama_f32, n_gpu_layer=3)
     with pytest.raises(BadRequestError, match="once"):
         Hybrid(llama_f32, model_path=llama_f32)
+
+
+def test_the_constructors_look_back_is_that_of_every_request(llama_f32: Path) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    with Hybrid(llama_f32, n_ctx=128, last_n_tokens_size=0) as model:
+        free = model.generate(PROMPT, **options)
+        assert model.generate(PROMPT, repeat_penalty=1.8, **options) == free
+        assert dict(model.generate_many([PROMPT], repeat_penalty=1.8, **options))[0] == free
+        assert model.generate(PROMPT, repeat_penalty=1.8, repeat_last_n=64, **options) != free
 
 
 def test_verbose_prints_the_notes(llama_f32: Path, capsys: pytest.CaptureFixture[str]) -> None:

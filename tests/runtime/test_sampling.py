@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from hybrid.errors import BadRequestError, EngineError
+from hybrid.runtime.grammar import Grammar
 from hybrid.runtime.sampling import Sampler, SamplingParams
 from hybrid.tail.reference import Reference
+from hybrid.tail.vocab import Vocabulary
 
 CHAINS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -109,3 +111,17 @@ def test_a_bias_on_no_token_is_refused() -> None:
 def test_logits_that_are_no_numbers_are_an_error_not_an_abort() -> None:
     with Sampler(SamplingParams(seed=1), 4) as sampler, pytest.raises(EngineError, match="not numbers"):
         sampler.sample(np.full(4, np.nan, np.float32))
+
+
+def test_penalties_look_back_on_no_more_than_the_context_and_minus_one_on_all_of_it() -> None:
+    for asked, given in ((-1, 64), (0, 0), (16, 16), (2**31 - 1, 64)):  # llama.cpp makes room for as many as it is told
+        assert SamplingParams(repeat_last_n=asked).within(64).repeat_last_n == given
+
+
+def test_a_sampler_that_cannot_be_made_frees_its_grammar(llama_f32: Path) -> None:
+    with Vocabulary.open(llama_f32) as vocabulary:
+        for token in (vocabulary.n_vocab, 2**70):
+            grammar = Grammar('root ::= "a"', vocabulary)
+            with pytest.raises(BadRequestError, match="logit_bias"):
+                Sampler(SamplingParams(logit_bias={token: 1.0}), vocabulary.n_vocab, grammar)
+            assert grammar._sampler is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybrid import Hybrid
-from hybrid.errors import OutOfMemoryError
+from hybrid.errors import HostMemoryError, OutOfMemoryError
 from hybrid.model.file import ModelFile
 from hybrid.runtime import loaded
 from hybrid.runtime.engine import Engine
@@ -157,6 +157,41 @@ def test_a_failed_allocation_costs_a_layer_and_is_said(tiny: Path, monkeypatch: 
         assert model.generate([5] * 8, max_tokens=2, ignore_eos=True).tokens
     with pytest.raises(OutOfMemoryError):
         Hybrid(tiny, n_gpu_layers=3, device="cpu", n_ctx=256)  # what a person asked for is not changed
+
+
+@pytest.mark.usefixtures("eight_gib")
+def test_ram_that_does_not_suffice_costs_no_layer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    class Full(Engine):
+        def __init__(self, *args: Any, **others: Any) -> None:
+            tried.append(args[2].n_gpu_layers)
+            raise HostMemoryError("llama.cpp could not load the model: out of memory.")
+
+    monkeypatch.setattr(loaded, "Engine", Full)
+    with pytest.raises(HostMemoryError, match="could not load"):
+        Hybrid(tiny, n_ctx=256)
+    assert tried == [4]  # a layer fewer on the GPU is one more in the RAM
+
+
+@pytest.mark.parametrize("options", [{"kv": "tiered", "n_ctx": 200_000}, {"n_sequences": "auto", "most_sequences": 64}])
+def test_what_a_failed_layer_leaves_goes_to_nothing_else(
+    tiny: Path, eight_gib: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Placement] = []
+    eight_gib(700 << 20)
+
+    class Tight(Engine):
+        def __init__(self, *args: Any, **others: Any) -> None:
+            tried.append(args[2])
+            eight_gib((700 - 20 * len(tried)) << 20)  # what has failed may hold memory still
+            raise OutOfMemoryError("The GPU is full.")
+
+    monkeypatch.setattr(loaded, "Engine", Tight)
+    with pytest.raises(OutOfMemoryError, match="GPU is full"):
+        Hybrid(tiny, vram_reserve=0, **{"n_ctx": 512, **options})
+    assert [p.n_gpu_layers for p in tried] == list(range(tried[0].n_gpu_layers, -1, -1))
+    assert len({(p.n_ctx, p.n_sequences, p.kv, p.kv_budget) for p in tried}) == 1
 
 
 def test_a_damaged_profile_is_one_line_and_no_more(tiny: Path) -> None:

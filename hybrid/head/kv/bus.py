@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hybrid.head.device import allocating
 from hybrid.head.memory import host_memory
-
-PINNED_FAILED = "Host memory for the KV cache could not be pinned ({why}); copies to and from the GPU are slower."
+from hybrid.head.pinned import PINNED_FAILED
 
 
 class Mark(Protocol):
@@ -142,7 +141,7 @@ class Bus:
         if why is None:
             self._pinned.append(memory)
         elif not self.notes:
-            self.notes.append(PINNED_FAILED.format(why=why))
+            self.notes.append(PINNED_FAILED.format(what="the KV cache", why=why))
 
 
 def _new_stream(device: torch.device) -> Any:
