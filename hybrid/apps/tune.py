@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hybrid.apps.commands import command
-from hybrid.apps.conditions import WARMUP, busy, prompt_tokens
+from hybrid.apps.conditions import WARMUP, Others, busy, prompt_tokens
 from hybrid.apps.runner import run_calibration, run_trial
 from hybrid.apps.tune_candidates import REPEATS, chosen_depth, chosen_device, chosen_placements
 from hybrid.apps.tune_pace import Pace
@@ -98,6 +98,7 @@ class _Session:
         self.records = [r for r in profile.records if self._counts(r, wanted)]
         reused = len(self.records)
         self.notes += busy()
+        others = Others()
         machine = this_machine() or unmeasured_machine()
         known = profile.rates.get(self.device.partition(":")[0])
         self.uncalibrated = known is None
@@ -115,6 +116,8 @@ class _Session:
                 self._search()
         except KeyboardInterrupt:
             self.interrupted = True
+        if self.trials:
+            self.notes += others.note()
         return self._report(reused)
 
     # -- before ------------------------------------------------------------------------------------------------------
@@ -219,7 +222,7 @@ class _Session:
 
     def _measure(self, option: int, left_s: float | None = None) -> None:
         p = self.placements[option]
-        self._say(f"Measuring -ngl {p.n_offloaded}" + (f" {kv_words(p)}" if kv_words(p) else ""), left_s)
+        self._say(f"Measuring -ngl {p.n_offloaded}" + (f" ({p.strategy})" if p.strategy != "device" else ""), left_s)
         left = None if self.request.exhaustive else self.request.budget_s - self._spent()
         limit = self.pace.limit_s(p, left, first=not self.trials)
         trial = run_trial(self.condition(p), timeout_s=limit)
@@ -391,10 +394,3 @@ def record_of(trial: Trial) -> Record:
         failure=trial.failure.kind if trial.failure else "",
         message=trial.failure.message if trial.failure else "",
     )
-
-
-def kv_words(p: Placement) -> str:
-    """Options that tell placements with as many layers apart: "--kv attend", "--engine llama.cpp"."""
-    if p.llama_gpu_layers:
-        return "--engine llama.cpp" + ("" if p.offload_kqv else " -nkvo")
-    return f"--kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""

@@ -15,7 +15,7 @@ from hybrid.apps.tune_pace import START_ALONE_S, START_S, Pace
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.search import Belief
-from tests.tiny import write_tiny
+from tests.apps.tuning import small_model
 
 BUDGET_S = 60.0
 CALIBRATION_S = 6.0
@@ -23,7 +23,7 @@ CALIBRATION_S = 6.0
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "m.gguf", n_layers=12, n_embd=64, n_heads=1, n_kv_heads=1, n_ff=64, n_ctx=512)
+    return small_model(tmp_path)
 
 
 class SlowMachine:
