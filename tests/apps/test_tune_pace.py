@@ -101,6 +101,15 @@ def test_the_likeliest_split_is_the_one_for_which_there_is_time(
     assert measured(tuned(SlowMachine(1))) == {0, 6}
 
 
+def test_without_a_calibration_one_measurement_sets_the_scale(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(SlowMachine(12))
+    (alone,) = (row for row in report.rows if row.placement.n_gpu_layers == 0)
+    assert alone.measured is not None
+    assert alone.predicted_s == pytest.approx(alone.measured.median)
+    others = [row for row in report.rows if row.placement.n_gpu_layers]
+    assert all(0.1 < row.predicted_s / alone.predicted_s < 10 for row in others)
+
+
 def test_what_there_was_no_time_for_is_said_and_is_no_failure(tuned: Callable[..., TuneReport]) -> None:
     machine = SlowMachine(50)
     report = tuned(machine)
