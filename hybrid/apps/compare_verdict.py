@@ -93,7 +93,8 @@ def _completes(groups: Sequence[tuple[Setting, Rows]], asked: int) -> Iterator[s
             continue
         how = listed([f"{row.mode} ({_how(row)})" for row in failed])
         rest = f"; {listed([row.mode for row in done])} complete{'s' * (len(done) == 1)}" if done else ""
-        yield f"{at} {how} fail{'s' * (len(failed) == 1)}{rest or ', and nothing completes'}."
+        nothing = ", and nothing" + ("" if len(rows) == asked else " that was run") + " completes"
+        yield f"{at} {how} fail{'s' * (len(failed) == 1)}{rest or nothing}."
 
 
 def _how(row: CompareRow) -> str:

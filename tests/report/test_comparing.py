@@ -308,6 +308,8 @@ def test_nothing_is_concluded_of_what_an_interruption_left_out() -> None:
     assert said(found, "At 64 tokens device and stream complete.")
     assert said(found, "At 64 tokens, of what was run, device decodes fastest")
     assert said(found, "Of what was run no two modes") or not said(found, "change places")
+    lost = report(row("device", 64, OOM), unmeasured(row("stream", 64, 0.01)), interrupted=True)
+    assert said(lost, "device (out of memory while loading) fails, and nothing that was run completes.")
     many = report(
         row("device", 64, 0.01), row("llama.cpp", 64, 0.02),
         unmeasured(row("device", 64, 0.01, n_sequences=4)), row("llama.cpp", 64, 0.02, n_sequences=4),
