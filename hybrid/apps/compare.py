@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hybrid.apps.compare_modes import ALONE, Mode, chosen_modes
 from hybrid.apps.compare_verdict import verdict
-from hybrid.apps.conditions import WARMUP, busy, prompt_tokens
+from hybrid.apps.conditions import WARMUP, Others, busy, prompt_tokens
 from hybrid.apps.runner import run_trial
 from hybrid.errors import BadRequestError
 from hybrid.files import write_atomically
@@ -76,11 +76,14 @@ class _Session:
         if self.save is not None:
             _make_folder(self.save)
         self.rows = [self._row(mode, setting) for setting in self._settings() for mode in self.modes]
+        others = Others()
         try:
             self._measure()
         except KeyboardInterrupt:
             self.interrupted = True
             self.notes.append("Interrupted: what was measured until then is shown.")
+        if self.n_run:
+            self.notes += others.note()
         names = [mode.name for mode in self.modes]
         report = CompareReport(
             request=request,

@@ -93,7 +93,8 @@ def _completes(groups: Sequence[tuple[Setting, Rows]], asked: int) -> Iterator[s
             continue
         how = listed([f"{row.mode} ({_how(row)})" for row in failed])
         rest = f"; {listed([row.mode for row in done])} complete{'s' * (len(done) == 1)}" if done else ""
-        yield f"{at} {how} fail{'s' * (len(failed) == 1)}{rest or ', and nothing completes'}."
+        nothing = ", and nothing" + ("" if len(rows) == asked else " that was run") + " completes"
+        yield f"{at} {how} fail{'s' * (len(failed) == 1)}{rest or nothing}."
 
 
 def _how(row: CompareRow) -> str:
@@ -280,7 +281,8 @@ def _too_long(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> 
         )
     elif far:
         ways = "is the fastest way" if len(leaders) == 1 else "are the fastest ways, not told apart,"
-        yield f"{far}; for more, {listed([row.mode for row in leaders])} {ways} at {setting.depth:,}."
+        run = "" if len(rows) == len(report.modes) else ", of what was run"
+        yield f"{far}; for more, {listed([row.mode for row in leaders])} {ways} at {setting.depth:,}{run}."
 
 
 def _by_sequences(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:
@@ -309,13 +311,20 @@ def _outputs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> I
         return
     many = len({(row.setting.kv_dtype, row.setting.n_sequences) for row in rows}) > 1
 
-    def where(row: CompareRow) -> str:
-        s = row.setting
-        more = f", {s.n_sequences} sequences, {s.kv_dtype}" if many else ""
-        return f"{row.mode} at {s.depth:,} tokens{more} from token {row.difference} on"
+    alike: dict[tuple[Setting, int | None], list[str]] = {}
+    for row in differ:
+        alike.setdefault((row.setting, row.difference), []).append(row.mode)
 
+    def where(setting: Setting, token: int | None, modes: Sequence[str]) -> str:
+        more = f", {setting.n_sequences} sequences, {setting.kv_dtype}" if many else ""
+        return f"{listed(modes)} at {setting.depth:,} tokens{more} from token {token} on"
+
+    found = "; ".join(where(setting, token, modes) for (setting, token), modes in alike.items())
     others = "; the other outputs are equal" if len(differ) < len(rows) else ""
-    yield f"The output differs from {report.baseline}'s: {listed([where(row) for row in differ])}{others}."
+    yield (
+        f"The output differs from {report.baseline}'s: {found}{others}. Rounding decides between tokens that are about "
+        "equally likely; whether it is no more than that, `hybrid inspect --verify` tells."
+    )
 
 
 def _noise(groups: Sequence[tuple[Setting, Rows]]) -> Iterator[str]:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 from hybrid.apps.commands import command
-from hybrid.apps.conditions import WARMUP, busy, prompt_tokens
+from hybrid.apps.conditions import WARMUP, Others, busy, prompt_tokens
+from hybrid.apps.remember import record_of
 from hybrid.apps.runner import run_calibration, run_trial
 from hybrid.apps.tune_candidates import REPEATS, chosen_depth, chosen_device, chosen_placements
 from hybrid.apps.tune_pace import Pace
@@ -27,7 +29,7 @@ from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.machine_store import this_machine, unmeasured_machine
 from hybrid.schedule.own_offload import own_vram_bytes, stand_in
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.profile import ProfileStore, Record, now
+from hybrid.schedule.profile import ProfileStore, Record
 from hybrid.schedule.scheduler import vram_limit
 from hybrid.schedule.search import FIRST, next_option
 
@@ -98,6 +100,7 @@ class _Session:
         self.records = [r for r in profile.records if self._counts(r, wanted)]
         reused = len(self.records)
         self.notes += busy()
+        others = Others()
         machine = this_machine() or unmeasured_machine()
         known = profile.rates.get(self.device.partition(":")[0])
         self.uncalibrated = known is None
@@ -115,6 +118,8 @@ class _Session:
                 self._search()
         except KeyboardInterrupt:
             self.interrupted = True
+        if self.trials:
+            self.notes += others.note()
         return self._report(reused)
 
     # -- before ------------------------------------------------------------------------------------------------------
@@ -136,8 +141,8 @@ class _Session:
         alone = [i for i in self._open() if not self.placements[i].n_offloaded]
         if alone and not self._seen(alone):
             self._measure(alone[0])
-        if self.uncalibrated:
-            self._calibrate()
+        if self.uncalibrated and not self._calibrate():
+            self._scale(alone)
         while (option := self._next(self._estimate())) is not None:
             p, first = self.placements[option], not self._seen(self._heads())
             left = self.request.budget_s - self._spent()
@@ -180,9 +185,8 @@ class _Session:
             "more, and a second tune goes on from here."
         )
 
-    def _calibrate(self) -> None:
-        """Fit the CostModel's rates, unless that takes time which measurements need; without it they rest on what is
-        assumed of the machine."""
+    def _calibrate(self) -> bool:
+        """Fit the CostModel's rates, unless that takes time which measurements need; whether it was done."""
         split = [p for p in self.placements if p.kv == "device" and 0 < p.n_gpu_layers < self.spec.n_layers]
         middle = replace(split[len(split) // 2] if split else self.placements[0], n_sequences=1)
         depth = min(CALIBRATION_DEPTH, max(1, middle.n_ctx // 2))
@@ -194,7 +198,7 @@ class _Session:
                 f"Predictions rest on assumptions about this machine: calibrating them would take about {cost:.0f} s "
                 "of the time that is left for measuring."
             )
-            return
+            return False
         self._say("Calibrating the cost model")
         patience = CALIBRATION_PATIENCE * cost
         if not self.request.exhaustive:
@@ -203,10 +207,20 @@ class _Session:
             str(self.file.path), middle, depth, vram_budget=self._limit(middle), timeout_s=patience
         )
         if not measured:
-            return
+            return False
         rates = fit(self.spec, self.model.machine, self.model.rates, measured)
         self.store.add(rates={self.device.partition(":")[0]: rates})
         self.model = CostModel(self.spec, self.model.machine, rates)
+        return True
+
+    def _scale(self, alone: Sequence[int]) -> None:
+        """In a calibration's place: as much slower (or quicker) as llama.cpp alone was than assumed the host is, and
+        the head too where it is emulated there."""
+        seen = [one for one in self._estimate().observations if one.option in alone and one.predicted_s]
+        if seen:
+            factor = median(one.seconds / one.predicted_s for one in seen if one.predicted_s)
+            rates = self.model.rates.slower(factor, head=self.device == "cpu")
+            self.model = CostModel(self.spec, self.model.machine, rates)
 
     def _sweep(self) -> None:
         order = list(range(len(self.placements)))
@@ -219,7 +233,7 @@ class _Session:
 
     def _measure(self, option: int, left_s: float | None = None) -> None:
         p = self.placements[option]
-        self._say(f"Measuring -ngl {p.n_offloaded}" + (f" {kv_words(p)}" if kv_words(p) else ""), left_s)
+        self._say(f"Measuring -ngl {p.n_offloaded}" + (f" ({p.strategy})" if p.strategy != "device" else ""), left_s)
         left = None if self.request.exhaustive else self.request.budget_s - self._spent()
         limit = self.pace.limit_s(p, left, first=not self.trials)
         trial = run_trial(self.condition(p), timeout_s=limit)
@@ -371,30 +385,3 @@ def _verdict(estimate: Estimate, i: int, best: int) -> str:
     if mean <= 2 * sd:
         return "tie"
     return f"{100 * (math.exp(mean) - 1):.0f} % slower"
-
-
-def record_of(trial: Trial) -> Record:
-    """What the profile keeps of a trial."""
-    condition, memory = trial.condition, trial.memory
-    return Record(
-        placement=condition.placement,
-        source="tune",
-        at=trial.at or now(),
-        depth=condition.depth,
-        decode_s=trial.decode_s,
-        n_prompt=condition.depth if trial.ttft_s else 0,
-        prefill_s=trial.ttft_s,
-        wall_s=trial.wall_s,
-        vram_budget=condition.vram_budget,
-        device_bytes=memory.device_bytes if memory else None,
-        host_bytes=memory.host_bytes if memory else None,
-        failure=trial.failure.kind if trial.failure else "",
-        message=trial.failure.message if trial.failure else "",
-    )
-
-
-def kv_words(p: Placement) -> str:
-    """Options that tell placements with as many layers apart: "--kv attend", "--engine llama.cpp"."""
-    if p.llama_gpu_layers:
-        return "--engine llama.cpp" + ("" if p.offload_kqv else " -nkvo")
-    return f"--kv {p.kv}" if p.n_gpu_layers and p.kv != "device" else ""

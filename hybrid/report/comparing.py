@@ -245,7 +245,14 @@ def placement_differences(ours: Placement, theirs: Placement) -> list[str]:
     if ours.kv != "tiered":
         idle.add("kv_budget")
     names = [name for name in a if name not in idle and name not in SHARED_OUT and a[name] != b[name]]
-    return [f"{name}: {a[name]}" + ("" if b[name] is None else f" instead of {b[name]}") for name in names]
+
+    def shown(name: str, value: Any) -> str:
+        return f"{value / 2**20:.1f} MiB" if name == "kv_budget" and value is not None else str(value)
+
+    return [
+        f"{name}: {shown(name, a[name])}" + ("" if b[name] is None else f" instead of {shown(name, b[name])}")
+        for name in names
+    ]
 
 
 def told_apart(quick: Spread, slow: Spread) -> bool:

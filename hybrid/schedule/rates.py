@@ -37,6 +37,19 @@ class HalfRates:
         """The rates on another number of threads."""
         return _at(self, threads) if self.threads and threads != self.threads else self
 
+    def slower(self, factor: float) -> HalfRates:
+        """Everything takes so many times as long."""
+        return replace(
+            self,
+            layer_s=self.layer_s * factor,
+            weight_bytes_per_s=self.weight_bytes_per_s / factor,
+            flop_per_s=self.flop_per_s / factor,
+            kv_bytes_per_s=self.kv_bytes_per_s / factor,
+            attention_flop_per_s=self.attention_flop_per_s / factor,
+            output_bytes_per_s=self.output_bytes_per_s and self.output_bytes_per_s / factor,
+            chunk_layer_s=self.chunk_layer_s * factor,
+        )
+
 
 @lru_cache(maxsize=64)
 def _at(rates: HalfRates, threads: int) -> HalfRates:
@@ -72,6 +85,16 @@ class Coefficients:
     """Relative: true times are within this share of predicted ones, more often than not."""
     measured: bool
     """Fitted to measurements of this model on this machine, or assumed from the machine's figures."""
+
+    def slower(self, factor: float, *, head: bool) -> Coefficients:
+        """What the host does takes so many times as long; the head too, where the host is its device (`head`)."""
+        return replace(
+            self,
+            head=self.head.slower(factor) if head else self.head,
+            tail=self.tail.slower(factor),
+            host_kv_bytes_per_s=self.host_kv_bytes_per_s / factor,
+            token_s=self.token_s * factor,
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Coefficients:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -20,84 +19,27 @@ import pytest
 
 from hybrid.apps import tune as app
 from hybrid.apps import tune_candidates
-from hybrid.apps.conditions import prompt_tokens
 from hybrid.apps.tune import TuneReport, TuneRequest, tune
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.report import plot
-from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
-from hybrid.schedule import facts, own_offload
 from hybrid.schedule.budget import needed_vram
 from hybrid.schedule.identity import identify
 from hybrid.schedule.ledger import ledger_of
-from hybrid.schedule.machine import Gpu
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import ProfileStore
-from tests.tiny import write_tiny
-
-MIB = 1 << 20
-Speed = Callable[[Placement], float]
-
-
-class Fake:
-    """Stands in for the processes: seconds a token by a function of the placement; notes what was run."""
-
-    def __init__(self, seconds: Speed, fails: Callable[[Placement], str | None] = lambda p: None) -> None:
-        self.seconds, self.fails = seconds, fails
-        self.ran: list[Condition] = []
-        self.interrupt_after = 1000
-
-    def run_trial(self, condition: Condition, **_: Any) -> Trial:
-        if len(self.ran) >= self.interrupt_after:
-            raise KeyboardInterrupt
-        self.ran.append(condition)
-        kind: Any = self.fails(condition.placement)
-        if kind is not None:
-            return Trial(condition=condition, failure=Failure(kind=kind, message="It was bad."), wall_s=0.1)
-        jitter = 1 + 0.01 * math.sin(7 * len(self.ran))
-        seconds = self.seconds(condition.placement) * jitter
-        return Trial(
-            condition=condition,
-            load_s=0.1,
-            ttft_s=(100 * seconds,) * condition.prefills,
-            decode_s=(seconds, 1.01 * seconds, 0.99 * seconds) if condition.repeats else (),
-            memory=PeakMemory(device_bytes=MIB, host_bytes=2 * MIB),
-            wall_s=0.1,
-        )
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "m.gguf", n_layers=12, n_embd=64, n_heads=1, n_kv_heads=1, n_ff=64, n_ctx=512)
-
-
-@pytest.fixture
-def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Fake]:
-    """`faked(seconds)` replaces the processes; profiles are in a folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(app, "run_calibration", lambda *args, **others: [])
-
-    def install(seconds: Speed, **others: Any) -> Fake:
-        fake = Fake(seconds, **others)
-        monkeypatch.setattr(app, "run_trial", fake.run_trial)
-        return fake
-
-    return install
-
-
-def inner(p: Placement) -> float:
-    """Quickest with 5 layers on the device."""
-    return 0.01 + 0.002 * abs(p.n_gpu_layers - 5)
-
-
-def run(model: Path, **request: Any) -> TuneReport:
-    return tune(model, TuneRequest(**{"n_ctx": 256, "device": "cpu", **request}))
+from tests.apps.tuning import MIB, Fake, inner, run, small_model
 
 
 def best(report: TuneReport) -> int:
     assert report.best is not None
     return report.rows[report.best].placement.n_gpu_layers
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return small_model(tmp_path)
 
 
 def test_the_quickest_is_found_without_measuring_everything(model: Path, faked: Callable[..., Fake]) -> None:
@@ -319,64 +261,6 @@ def test_a_budget_smaller_than_one_layer_says_what_the_smallest_is(model: Path, 
     assert max(row.placement.n_gpu_layers for row in run(model, vram_bytes=smallest).rows) >= 1
 
 
-@pytest.fixture
-def own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if llama.cpp had been built with a GPU, of which PyTorch knows nothing."""
-    gpu = Gpu(device="cuda:0", name="Card", total_bytes=8 << 30, free_bytes=7 << 30)
-    monkeypatch.setattr(facts, "gpus", lambda: (gpu,))
-    monkeypatch.setattr(own_offload, "supports_offload", lambda: True)
-    monkeypatch.setattr(tune_candidates, "default_device", lambda: None)
-
-
-@pytest.mark.usefixtures("own_gpu")
-@pytest.mark.parametrize("engine", ["auto", "llama.cpp"])
-def test_llama_cpps_own_gpu_is_a_candidate_where_it_has_one(
-    model: Path, faked: Callable[..., Fake], engine: str
-) -> None:
-    fake = faked(lambda p: 0.02 - 0.001 * p.llama_gpu_layers)
-    report = run(model, device=None, engine=engine, n_batch=64)
-    winner = report.rows[report.best or 0].placement
-    assert (winner.n_gpu_layers, winner.llama_gpu_layers, winner.offload_kqv) == (0, 13, True)
-    assert report.command.endswith("--engine llama.cpp -ngl all -c 256 -b 64")
-    assert all(c.placement.n_gpu_layers == 0 and c.vram_budget is None for c in fake.ran)
-    assert any(c.placement.n_offloaded == 0 for c in fake.ran)
-    assert report.rows[report.best or 0].vram_bytes > 0
-    assert not report.emulated
-    assert not any("No GPU" in note for note in report.notes)
-    assert all(row.placement.llama_gpu_layers == 0 for row in run(model, device=None, engine="hybrid").rows)
-    assert all(row.placement.llama_gpu_layers == 0 for row in run(model, device="cpu").rows)
-
-
-@pytest.mark.usefixtures("own_gpu")
-def test_what_llama_cpps_gpu_cannot_hold_is_left_out(model: Path, faked: Callable[..., Fake]) -> None:
-    faked(inner)
-    with ModelFile(model) as file:
-        spec = read_spec(file)
-    whole = Placement(device="cuda:0", n_gpu_layers=0, n_ctx=256, llama_gpu_layers=13, offload_kqv=True)
-    half = own_offload.own_vram_bytes(spec, replace(whole, llama_gpu_layers=6))
-    assert (
-        half
-        < own_offload.own_vram_bytes(spec, replace(whole, offload_kqv=False))
-        < own_offload.own_vram_bytes(spec, whole)
-    )
-    report = run(model, device=None, vram_bytes=half)
-    rows = [row.placement for row in report.rows if row.placement.llama_gpu_layers]
-    assert max(p.llama_gpu_layers for p in rows if p.offload_kqv) == 6
-    assert all(p.llama_gpu_layers > 6 for p in rows if not p.offload_kqv)
-    assert all(row.vram_bytes <= half for row in report.rows)
-    plot.plot_tuning(report, model.parent / "own.svg")
-    assert "llama.cpp -nkvo" in (model.parent / "own.svg").read_text() or not any(not p.offload_kqv for p in rows)
-
-
-def test_its_engine_is_refused_where_it_has_no_gpu(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
-    monkeypatch.setattr(own_offload, "supports_offload", lambda: False)
-    faked(inner)
-    with pytest.raises(UnsupportedError, match="built without a GPU"):
-        run(model, device=None, engine="llama.cpp")
-    with pytest.raises(BadRequestError, match="--device"):
-        run(model, device="cpu", engine="llama.cpp")
-
-
 def test_without_a_gpu_only_the_cpu_is_tried(model: Path, faked: Callable[..., Fake], monkeypatch: Any) -> None:
     monkeypatch.setattr(tune_candidates, "default_device", lambda: None)
     faked(inner)
@@ -395,15 +279,6 @@ def test_senseless_requests_are_refused(model: Path, faked: Callable[..., Fake],
     faked(inner)
     with pytest.raises(BadRequestError):
         run(model, **request_)
-
-
-def test_prompts_are_ordinary_tokens() -> None:
-    for n_vocab in (50, 371, 49152, 262144):
-        tokens = prompt_tokens(300, n_vocab)
-        assert len(tokens) == 300
-        assert all(0 <= token < n_vocab for token in tokens)
-        assert len(set(tokens)) > 20
-    assert prompt_tokens(300, 371) == prompt_tokens(400, 371)[:300]
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hybrid.apps.tune_pace import START_ALONE_S, START_S, Pace
 from hybrid.report.trial import Condition, Failure, PeakMemory, Trial
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.search import Belief
-from tests.tiny import write_tiny
+from tests.apps.tuning import small_model
 
 BUDGET_S = 60.0
 CALIBRATION_S = 6.0
@@ -23,7 +23,7 @@ CALIBRATION_S = 6.0
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_tiny(tmp_path / "m.gguf", n_layers=12, n_embd=64, n_heads=1, n_kv_heads=1, n_ff=64, n_ctx=512)
+    return small_model(tmp_path)
 
 
 class SlowMachine:
@@ -99,6 +99,15 @@ def test_the_likeliest_split_is_the_one_for_which_there_is_time(
     assert any("certain which is quickest" in note for note in short.notes)
     assert any("calibrating them would take" in note for note in short.notes)
     assert measured(tuned(SlowMachine(1))) == {0, 6}
+
+
+def test_without_a_calibration_one_measurement_sets_the_scale(tuned: Callable[..., TuneReport]) -> None:
+    report = tuned(SlowMachine(12))
+    (alone,) = (row for row in report.rows if row.placement.n_gpu_layers == 0)
+    assert alone.measured is not None
+    assert alone.predicted_s == pytest.approx(alone.measured.median)
+    others = [row for row in report.rows if row.placement.n_gpu_layers]
+    assert all(0.1 < row.predicted_s / alone.predicted_s < 10 for row in others)
 
 
 def test_what_there_was_no_time_for_is_said_and_is_no_failure(tuned: Callable[..., TuneReport]) -> None:

@@ -32,7 +32,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "device": {"n_gpu_layers": 4},
     "split:2": {"n_gpu_layers": 2},
     "stream": {"n_gpu_layers": 4, "kv": "stream"},
-    "tiered": {"n_gpu_layers": 4, "kv": "tiered", "kv_budget": 1000},
+    "tiered": {"n_gpu_layers": 4, "kv": "tiered", "kv_budget": 3 << 19},
     "llama.cpp": {"n_gpu_layers": 0},
 }
 OOM = Failure(kind="out of memory", message="The device has 10 MiB and 11 MiB are needed.", stage="load")
@@ -151,6 +151,9 @@ def test_what_is_faster_than_half_of_the_device_is_recommended_for_more() -> Non
     )
     (line,) = said(found, "By the Ledger the device holds")
     assert line.endswith("for more, stream is the fastest way at 1,024.")
+    not_run = replace(row("split:2", 1024, 0.01), trials=())
+    cut = report(*found.rows, row("split:2", 64, 0.012), not_run, limits=found.limits, interrupted=True)
+    assert said(cut, "for more, stream is the fastest way at 1,024, of what was run.")
 
 
 def test_runs_that_overlap_are_a_tie() -> None:
@@ -247,7 +250,9 @@ def test_the_first_token_that_differs_in_any_run_is_named() -> None:
     last = replace(other.trials[-1], tokens=(0, 1, 2, 9, 9, 9))
     found = report(row("llama.cpp", 64, 0.01), replace(other, trials=(*other.trials[:-1], last)))
     assert found.rows[1].output == "differs at token 3"
-    assert said(found, "The output differs from llama.cpp's: stream at 64 tokens from token 3 on.")
+    assert said(found, "The output differs from llama.cpp's: stream at 64 tokens from token 3 on. Rounding decides")
+    many = report(row("llama.cpp", 64, 0.01), *(row(mode, 64, 0.02, tokens=(0, 9)) for mode in ("device", "stream")))
+    assert said(many, "llama.cpp's: device and stream at 64 tokens from token 1 on.")
     assert said(report(row("llama.cpp", 64, 0.01), other), "All outputs that can be compared equal llama.cpp's")
 
 
@@ -303,6 +308,8 @@ def test_nothing_is_concluded_of_what_an_interruption_left_out() -> None:
     assert said(found, "At 64 tokens device and stream complete.")
     assert said(found, "At 64 tokens, of what was run, device decodes fastest")
     assert said(found, "Of what was run no two modes") or not said(found, "change places")
+    lost = report(row("device", 64, OOM), unmeasured(row("stream", 64, 0.01)), interrupted=True)
+    assert said(lost, "device (out of memory while loading) fails, and nothing that was run completes.")
     many = report(
         row("device", 64, 0.01), row("llama.cpp", 64, 0.02),
         unmeasured(row("device", 64, 0.01, n_sequences=4)), row("llama.cpp", 64, 0.02, n_sequences=4),
@@ -321,7 +328,7 @@ def test_modes_differ_from_the_reference_in_what_is_named() -> None:
         "device": [],
         "split:2": ["n_gpu_layers: 2 instead of 4"],
         "stream": ["kv: stream instead of device"],
-        "tiered": ["kv: tiered instead of device", "kv_budget: 1000"],
+        "tiered": ["kv: tiered instead of device", "kv_budget: 1.5 MiB"],
         "llama.cpp": ["n_gpu_layers: 0 instead of 4"],
     }
 

@@ -206,6 +206,21 @@ def test_more_threads_are_quicker_but_not_by_as_much() -> None:
     assert half.at(4) is half
 
 
+@pytest.mark.parametrize("kv", KV_STRATEGIES)
+def test_on_a_host_that_is_so_many_times_slower_all_that_it_does_takes_so_many_times_as_long(kv: str) -> None:
+    for device, head in (("cpu", True), ("cuda", False)):
+        model = model_on("rtx3070ti", WINDOWED, device)
+        slow = replace(model, rates=model.rates.slower(3.0, head=head))
+        alone = Placement(device=device, n_gpu_layers=0, n_ctx=4096, n_threads_tail=4)
+        assert slow.tpot_s(alone, 1000) == pytest.approx(3 * model.tpot_s(alone, 1000))
+        assert slow.prefill_s(alone, 1000) == pytest.approx(3 * model.prefill_s(alone, 1000))
+        split = replace(alone, n_gpu_layers=12, kv=kv)  # type: ignore[arg-type]
+        factor = slow.head_s(split, 1000) / model.head_s(split, 1000)
+        assert 1 <= factor <= 3
+        if kv == "device":
+            assert factor == pytest.approx(3 if head else 1)
+
+
 # -- fitting -----------------------------------------------------------------------------------------------------------
 
 

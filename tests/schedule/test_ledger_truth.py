@@ -124,28 +124,41 @@ def test_keys_too_many_to_convert_at_once(tmp_path: Path) -> None:
 def varied(spec: ModelSpec, rows: Sequence[tuple[int, int, int, int, KVStrategy]]) -> list[Placement]:
     """Placements of (k, n_ctx, n_batch, sequences, kv); `tiered` has room for a quarter of the cache."""
     found = []
-    for k, c, b, s, kv in rows:
+    for asked, c, b, s, kv in rows:
+        k = asked if asked >= 0 else spec.n_layers
         p = Placement(device="cpu", n_gpu_layers=k, n_ctx=c, n_batch=b, n_ubatch=b, n_sequences=s, kv=kv)
         found.append(replace(p, kv_budget=kv_bytes(spec, p, 0, k) // 4) if kv == "tiered" else p)
     return found
 
 
+HEADS: dict[str, list[tuple[int, int, int, int, KVStrategy]]] = {
+    "some": [
+        (2, 1024, 128, 3, "device"),
+        (1, 8192, 64, 1, "stream"),
+        (3, 1024, 64, 4, "attend"),
+        (1, 4096, 512, 1, "tiered"),
+    ],
+    "more": [
+        (-1, 1024, 512, 4, "device"),
+        (8, 8192, 64, 1, "device"),
+        (-1, 1024, 64, 1, "stream"),
+        (4, 8192, 512, 4, "stream"),
+        (8, 1024, 512, 1, "attend"),
+        (-1, 4096, 64, 4, "attend"),
+        (8, 4096, 64, 4, "tiered"),
+        (-1, 1024, 512, 1, "tiered"),
+    ],
+}
+"""k (-1: all), context, batch, sequences, strategy; `scripts/bench_ledger.py` has all combinations."""
+
+
 @pytest.mark.real
-def test_the_heads_bytes_on_a_real_model(real_model: Path) -> None:
-    """Each value of each of k, context, batch, sequences and strategy; `scripts/bench_ledger.py` has all of them."""
+@pytest.mark.parametrize("rows", ["some", pytest.param("more", marks=pytest.mark.slow)])
+def test_the_heads_bytes_on_a_real_model(rows: str, real_model: Path) -> None:
     gelu(torch.zeros(1))
     with ModelFile(real_model) as file:
         spec = read_spec(file)
-        n = spec.n_layers
-        rows: list[tuple[int, int, int, int, KVStrategy]] = [
-            (1, 1024, 512, 4, "device"),
-            (2, 8192, 64, 1, "device"),
-            (1, 8192, 512, 4, "stream"),
-            (n // 3, 1024, 64, 4, "attend"),
-            (2, 8192, 512, 1, "tiered"),
-            (n, 1024, 64, 1, "stream"),
-        ]
-        for placement in varied(spec, rows):
+        for placement in varied(spec, HEADS[rows]):
             measured, in_host = head_bytes(file, spec, placement)
             ledger = ledger_of(spec, placement)
             assert close(ledger.vram_bytes, measured), (placement, ledger.vram_bytes, measured)
@@ -236,18 +249,23 @@ def test_the_tails_buffers_on_a_real_model(real_model: Path) -> None:
 # -- the process -------------------------------------------------------------------------------------------------------
 
 PROCESSES: list[tuple[int, int, int, int, KVStrategy]] = [
+    (4, 512, 128, 2, "tiered"),
     (0, 2048, 512, 1, "device"),
     (4, 1024, 128, 2, "tiered"),
     (10, 2048, 64, 1, "device"),
     (6, 1024, 512, 2, "stream"),
     (10, 1024, 64, 2, "attend"),
+    (-1, 1024, 512, 1, "tiered"),
 ]
 
 
 @pytest.mark.real
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, id=f"{row[0]}-{row[4]}", marks=[pytest.mark.slow] * (i > 1)) for i, row in enumerate(PROCESSES)],
+    [
+        pytest.param(row, id="-".join(map(str, row)), marks=[pytest.mark.slow] * (i > 0))
+        for i, row in enumerate(PROCESSES)
+    ],
 )
 def test_a_process_grows_by_what_the_ledger_says(row: tuple[int, int, int, int, KVStrategy], real_model: Path) -> None:
     """Anonymous memory, after the libraries are imported and with every sequence's context full."""
