@@ -42,7 +42,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def theirs(tiny: Path) -> Iterator[Any]:
     from llama_cpp import Llama
 
-    model = Llama(model_path=str(tiny), n_ctx=512, n_threads=1, logits_all=True, verbose=False)
+    # Flash attention is what ours takes wherever it can: so that logits are the same to the bit.
+    model = Llama(model_path=str(tiny), n_ctx=512, n_threads=1, logits_all=True, flash_attn=True, verbose=False)
     yield model
     model.close()
 

@@ -174,7 +174,9 @@ def test_ram_that_does_not_suffice_costs_no_layer(tiny: Path, monkeypatch: pytes
     assert tried == [4]  # a layer fewer on the GPU is one more in the RAM
 
 
-@pytest.mark.parametrize("options", [{"kv": "tiered", "n_ctx": 200_000}, {"n_sequences": "auto", "most_sequences": 64}])
+@pytest.mark.parametrize(
+    "options", [{"kv": "tiered", "n_ctx": 200_000}, {"n_sequences": "auto", "most_sequences": 64, "n_ctx": 16384}]
+)
 def test_what_a_failed_layer_leaves_goes_to_nothing_else(
     tiny: Path, eight_gib: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
