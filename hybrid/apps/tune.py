@@ -152,16 +152,20 @@ class _Session:
             self._measure(option)
 
     def _next(self, estimate: Estimate) -> int | None:
-        """What the search wants to know next. Whatever it thinks, something on the device is measured too; and where
-        the time is too short for several of those, that is the likeliest best."""
+        """What the search wants to know next. Whatever it thinks, something on the device is measured too, and each
+        number of threads; and where the time is too short for several splits, that is the likeliest best."""
         open_options = self._open()
         option = next_option(estimate.options, estimate.belief, open_options)
-        heads = [i for i in self._heads() if i in open_options]
-        if not heads or self._seen(self._heads()):
-            return option
-        likeliest = min(heads, key=lambda i: estimate.belief.mean[i])
-        several = FIRST * self.pace.cost_s(self.placements[likeliest])
-        return likeliest if option is None or self._spent() + several > self.request.budget_s else option
+        heads = self._heads()
+        if not self._seen(heads) and (found := [i for i in heads if i in open_options]):
+            likeliest = min(found, key=lambda i: estimate.belief.mean[i])
+            several = FIRST * self.pace.cost_s(self.placements[likeliest])
+            return likeliest if option is None or self._spent() + several > self.request.budget_s else option
+        for n in dict.fromkeys(p.n_threads_tail for p in self.placements) if option is None else ():
+            alike = [i for i, p in enumerate(self.placements) if p.n_threads_tail == n]
+            if not self._seen(alike) and (found := [i for i in alike if i in open_options]):
+                return min(found, key=lambda i: estimate.belief.mean[i])
+        return option
 
     def _heads(self) -> list[int]:
         """Placements with layers on a GPU."""
