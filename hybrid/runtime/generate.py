@@ -32,8 +32,15 @@ def generate(
         sampler.accept(prompt)
         reused = engine.reuse(prompt)
         rest = prompt[reused:]
+
+        def follow(done: int) -> None:
+            if cancelled():  # it may have been said before there was anything to interrupt
+                engine.interrupt()
+            if on_prefill is not None:
+                on_prefill(done, len(rest))
+
         try:
-            engine.evaluate(rest, progress=on_prefill and (lambda done: on_prefill(done, len(rest))))
+            engine.evaluate(rest, progress=follow)
             prefill_s = time.perf_counter() - start
         except Cancelled:
             if not cancelled():

@@ -328,6 +328,34 @@ def test_another_model_takes_the_conversation_over_and_a_broken_one_does_not(
     assert len(said(chat)) == 4
 
 
+def test_tuning_reloads_with_the_winner(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeModel()
+    chat = chat_with(model)
+    loaded: list[tuple[str, Mapping[str, Any]]] = []
+
+    def load(name: str, changes: Mapping[str, Any]) -> FakeModel:
+        assert model.closed  # its memory is free by now
+        loaded.append((name, changes))
+        return FakeModel()
+
+    monkeypatch.setattr(chat, "load", load)
+    monkeypatch.setattr(chat, "tune", lambda path, name, placement: {"n_gpu_layers": 3})
+    chat.take("hi")
+    chat.take("/tune")
+    assert loaded == [("fake", {"n_gpu_layers": 3})]
+    chat.take("ho")
+    assert len(said(chat)) == 4
+
+
+def test_ctrl_c_ends_a_command_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hybrid.apps.chat.facts.split", interrupted)
+    chat = talk(FakeModel(), "/split", "hi")
+    assert len(said(chat)) == 2
+
+
 def test_what_a_model_thinks_is_told_from_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(FakeModel(says=lambda text: "<think> so it is </think> Yes."))
     chat.take("hi")

@@ -7,6 +7,7 @@ import pty
 import random
 import termios
 from pathlib import Path
+from typing import Literal
 
 import pyte
 import pytest
@@ -18,6 +19,7 @@ from hybrid.cli.terminal.lines import LineReader, _open_quotes
 from hybrid.cli.terminal.live import LiveLines
 from hybrid.cli.terminal.markdown import MarkdownStream, render
 from hybrid.cli.terminal.pastes import Pastes
+from hybrid.cli.terminal.screen import RichPainter, Screen
 
 TEXT = """\
 # A heading
@@ -153,6 +155,28 @@ def test_live_lines_show_what_they_were_last_told(frames: list[list[str]]) -> No
     terminal.write("after")
     expected = [line.replace("\x1b[2m", "").replace("\x1b[0m", "") for line in frames[-1]] if frames else []
     assert [line.replace(" ", "") for line in terminal.shown] == [*expected, "after"]
+
+
+@pytest.mark.parametrize("thinking", ["fold", "show"])
+def test_thoughts_are_shown_as_they_come_and_then_folded_away_or_kept(
+    thinking: Literal["fold", "show"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, screen = Terminal(40, 30), Screen(thinking=thinking)
+    monkeypatch.setattr(screen, "write", terminal.write)
+    monkeypatch.setattr("hybrid.cli.terminal.screen._size", terminal.size)
+    painter = RichPainter(screen)
+    for i in range(30):
+        painter.think(f"thought {i} \x1b[2J")
+    assert "thought 29" in terminal.shown[-1]
+    assert (len(terminal.shown) < 6) == (thinking == "fold")
+    painter.thought(1.5)
+    painter.text("**Yes.**")
+    painter.end()
+    if thinking == "fold":
+        assert terminal.shown == ["▸ Thought for 1.5 s; /think shows it.", "", "Yes."]
+    else:
+        assert "thought 0" in terminal.shown[0]
+        assert terminal.shown[-2:] == ["", "Yes."]
 
 
 def test_a_long_paste_is_a_few_words_on_the_line_and_whole_in_the_message() -> None:

@@ -16,6 +16,7 @@ from hybrid.errors import BadRequestError, HybridError
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
+    from hybrid.schedule.placement import Placement
 
 LISTED = 20
 """Conversations that `/list` shows."""
@@ -31,8 +32,9 @@ class Desk(Protocol):
     def load(self, model: str, changes: Mapping[str, Any]) -> Hybrid:
         """Load a model with the options the chat was started with and these changes."""
 
-    def tune(self, model: Hybrid, name: str) -> Mapping[str, Any]:
-        """Close the model, measure which placement is quickest, and return what `load` needs for it."""
+    def tune(self, model: Path, name: str, placement: Placement) -> Mapping[str, Any]:
+        """Measure which placement of the model is quickest where this one runs, and return what `load` needs for
+        it."""
 
     def reasoning(self) -> str:
         """What the model thought before its last answer; "" where it did not."""
@@ -227,8 +229,9 @@ class Commands:
         return Outcome(facts.split(self.talk.model))
 
     def _tune(self, _: str) -> Outcome:
-        name = self.talk.conversation.model
-        return self._reload(name, lambda: self.desk.load(name, self.desk.tune(self.talk.model, name)))
+        name, model = self.talk.conversation.model, self.talk.model
+        path, placement = model.model_path, model.placement
+        return self._reload(name, lambda: self.desk.load(name, self.desk.tune(path, name, placement)))
 
     def _model(self, name: str) -> Outcome:
         if not name:

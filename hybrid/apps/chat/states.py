@@ -28,7 +28,7 @@ class StateFolder:
         from hybrid.runtime.saved_state import state_bytes
         from hybrid.schedule.limits import available_ram
 
-        n_tokens = model.n_used
+        n_tokens = 0 if model.closed else model.n_used
         if not self.limit or n_tokens < LEAST_TOKENS:
             return None
         expected = state_bytes(model.engine, n_tokens)

@@ -150,9 +150,11 @@ class Talk:
         lost = None
         id = self.conversation.id
         if id is not None:
-            if self.states is not None and self.conversation.messages:
-                lost = self.states.save(str(id), self.model)
-            self.store.leave(id)
+            try:
+                if self.states is not None and self.conversation.messages:
+                    lost = self.states.save(str(id), self.model)
+            finally:
+                self.store.leave(id)
         return lost or ""
 
     def restore(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import click
@@ -17,6 +18,7 @@ from hybrid.errors import BadRequestError, HybridError
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
+    from hybrid.schedule.placement import Placement
 
 LEAVES = "(Ctrl-C again, Ctrl-D or /exit leaves)"
 
@@ -63,7 +65,7 @@ class TerminalChat:
         twice."""
         try:
             if line.startswith("/"):
-                outcome = self.commands.obey(line)
+                outcome = self._obey(line)
             elif line.strip():
                 outcome = Outcome(asking=self.talk.ask(line.strip()))
             else:
@@ -86,21 +88,19 @@ class TerminalChat:
         except click.ClickException as e:
             raise BadRequestError(f"{e.format_message().rstrip('.')}; $EDITOR names the editor.") from e
 
-    def tune(self, model: Hybrid, name: str) -> Mapping[str, Any]:
+    def tune(self, model: Path, name: str, placement: Placement) -> Mapping[str, Any]:
         """See `Desk.tune`."""
         from hybrid.apps.tune import TuneRequest, tune
         from hybrid.cli.measuring import measuring
 
-        placement, path = model.placement, model.model_path
         device = placement.device if placement.n_gpu_layers else None
         request = TuneRequest(n_ctx=placement.n_ctx, kv_dtype=placement.kv_dtype, device=device)
-        model.close()
         with silent_keyboard(), measuring(lambda: "Ctrl-C goes by what is measured by then") as show:
 
             def on_progress(what: str, spent: float, left: float) -> None:
                 show(what, spent / max(spent + left, 1e-9))
 
-            report = tune(path, request, name=name, on_progress=on_progress)
+            report = tune(model, request, name=name, on_progress=on_progress)
         for note in report.notes:
             self.screen.say(note)
         if report.best is None:
@@ -120,6 +120,13 @@ class TerminalChat:
         return self.screen.reasoning
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _obey(self, line: str) -> Outcome:
+        """A command; Ctrl-C ends it and not the chat."""
+        try:
+            return self.commands.obey(line)
+        except KeyboardInterrupt:
+            return Outcome("Stopped.")
 
     def _answer(self, asking: Asking) -> None:
         screen, talk = self.screen, self.talk
