@@ -27,6 +27,7 @@ COMMANDS = {
     "tune": "Measure which split is quickest here.",
     "compare": "Compare splits, KV caches and llama.cpp alone, measured here.",
     "machine": "Show this computer's memories and how fast they are.",
+    "config": "Show your own defaults for chat and generate.",
 }
 """Each is `command` in the module of its name; imported when called, so that `--help` costs nothing."""
 

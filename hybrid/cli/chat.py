@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from hybrid.cli.config_file import Configured
 from hybrid.cli.options import (
+    PLACEMENT,
     SAMPLING,
     grammar_options,
     json_option,
@@ -18,30 +24,61 @@ from hybrid.cli.options import (
     sampling_options,
 )
 from hybrid.cli.session import checked_text, emit, open_session, read_form, read_prompt
+from hybrid.cli.units import Bytes
 from hybrid.errors import BadRequestError
 
+if TYPE_CHECKING:
+    from types import FrameType
 
-@click.command()
+    from hybrid import Hybrid
+    from hybrid.apps.chat.conversation import Conversation
+    from hybrid.apps.chat.store import Store
+    from hybrid.cli.progress import ProgressBar
+
+HUNG_UP = 129
+"""128 + SIGHUP: the terminal was closed."""
+
+
+@click.command(cls=Configured)
 @model_argument
 @click.option("-p", "--prompt", metavar="TEXT", help="Answer this one message and exit.")
 @click.option("--system", metavar="TEXT", help="System prompt: who the model is to be.")
+@click.option("--system-file", metavar="FILE", help="System prompt, from a file.")
+@click.option("--continue", "resume_last", is_flag=True, help="Go on with the last conversation.")
+@click.option("--resume", metavar="NAME", help="Go on with the conversation of that name or number.")
+@click.option("--on-full", type=click.Choice(["stop", "compact"]), default="stop", show_default=True,
+              help="A message for which the context has no room: refuse it, or summarise older turns.")  # fmt: skip
+@click.option("--state-limit", type=Bytes(), default="4GiB", show_default=True, metavar="BYTES",
+              help="Disk space for the KV states of conversations, with which they open at once; 0: none.")  # fmt: skip
+@click.option("--think", type=click.Choice(["fold", "show"]), default="fold", show_default=True,
+              help="What a model thinks before it answers: folded away afterwards, or left standing.")  # fmt: skip
+@click.option("--plain", is_flag=True, help="Neither colours nor Markdown (so does NO_COLOR).")
+@click.option("-q", "--quiet", is_flag=True, help="No line of figures after each answer.")
 @click.option("--chat-template", metavar="NAME|FILE", help="In place of the model's own: chatml, …, or a Jinja file.")
 @grammar_options
 @sampling_options
 @placement_options
 @json_option
-def command(model: str | None, prompt: str | None, system: str | None, as_json: bool, **options: Any) -> None:
+def command(
+    model: str | None, prompt: str | None, system: str | None, system_file: str | None, as_json: bool, **options: Any
+) -> None:
     """Chat with a model.
 
     With -p, or with something piped into stdin (all of it is one message), the answer goes to stdout and the program
-    exits. In the chat, /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves.
+    exits. In the chat, /help lists what can be typed; Ctrl-C stops an answer, Ctrl-D leaves. Conversations are saved
+    as they go, in your data directory. Defaults can be set in a file, see `hybrid config`.
     """
+    if system is not None and system_file is not None:
+        raise click.UsageError("Give --system or --system-file, not both")
     if system is not None:
         system = checked_text(system)
+    elif system_file is not None:
+        system = read_prompt(None, system_file)
     form = read_form(options)
     if prompt is None and sys.stdin.isatty() and not as_json:
-        _converse(model, system, options, form)
-        return
+        sys.exit(_converse(model, system, options, form))
+    if options["resume_last"] or options["resume"] is not None:
+        raise click.UsageError("--continue and --resume are for a chat at a terminal")
     text = read_prompt(prompt, None).strip()
     if not text:
         raise BadRequestError("There is no message to answer.")
@@ -52,13 +89,144 @@ def command(model: str | None, prompt: str | None, system: str | None, as_json: 
         emit(session, stream, as_json=as_json, max_tokens=options["max_tokens"], chat=True)
 
 
-def _converse(model: str | None, system: str | None, options: dict[str, Any], form: dict[str, Any]) -> None:
-    from hybrid.apps.chat import Chat
-    from hybrid.apps.lines import LineReader, silent_keyboard
+def _converse(model: str | None, system: str | None, options: dict[str, Any], form: dict[str, Any]) -> int:
+    """The chat at a terminal; its exit code."""
+    import platformdirs
 
-    with ExitStack() as stack:
+    from hybrid.apps.chat.states import StateFolder
+    from hybrid.apps.chat.talk import Talk
+    from hybrid.cli.progress import ProgressBar
+    from hybrid.cli.terminal.chat import TerminalChat
+    from hybrid.cli.terminal.keyboard import silent_keyboard
+    from hybrid.cli.terminal.lines import LineReader
+    from hybrid.cli.terminal.screen import Screen
+
+    signal.signal(signal.SIGHUP, _hang_up)
+    loader = _Loader(options, ProgressBar())
+    screen = Screen(
+        plain=options["plain"], quiet=options["quiet"], thinking=options["think"], before_output=loader.say_notes
+    )
+    store, trouble = _open_store()
+    with closing(store):
+        conversation = _choose(store, options, screen.say)
+        conversation.system = system if system is not None else conversation.system
+        name = _full_name(model or conversation.model)
+        conversation.model = name
         with silent_keyboard():  # what is typed while the model loads waits for the prompt
-            session = stack.enter_context(open_session(model, options))
-        answering = {**pick(SAMPLING, options), **form}
-        chat = Chat(session.model, answering, system=system, before_output=session.say_notes)
-        chat.run(LineReader(list(chat.commands)))
+            loaded = loader.load(name, {})
+        try:
+            states = StateFolder(Path(platformdirs.user_cache_dir("hybrid")) / "states", options["state_limit"])
+            talk = Talk(
+                loaded,
+                conversation,
+                store,
+                options={**pick(SAMPLING, options), **form},
+                states=states,
+                on_full=options["on_full"],
+            )
+            chat = TerminalChat(talk, screen, loader.load)
+            where = loaded.placement
+            screen.say(f"{loaded.model_path.stem}, {where.where}.\n/help lists the commands, Ctrl-D leaves.")
+            screen.say(f"{trouble}\n" if trouble else "")
+            if conversation.messages:
+                screen.say(_reopened(conversation, talk.restore()))
+            try:
+                return chat.run(LineReader(chat.commands.completions))
+            finally:
+                if lost := talk.leave():
+                    screen.say(lost)
+        finally:
+            if loader.model is not None:
+                loader.model.close()
+
+
+class _Loader:
+    """Loads models with the options of the command line, and says what they noted."""
+
+    def __init__(self, options: Mapping[str, Any], progress: ProgressBar) -> None:
+        self._options, self._progress = options, progress
+        self.model: Hybrid | None = None
+        self._said = 0
+
+    def load(self, name: str, changes: Mapping[str, Any]) -> Hybrid:
+        """Load a model; the one before must have been closed."""
+        from hybrid import Hybrid
+
+        try:
+            self.model = Hybrid(
+                name,
+                progress=self._progress,
+                chat_template=self._options.get("chat_template"),
+                **{**pick(PLACEMENT, self._options), **changes},
+            )
+        finally:
+            self._progress.clear()
+        self._said = 0
+        self.say_notes()
+        return self.model
+
+    def say_notes(self) -> None:
+        """Print the model's notes that were not printed yet, on stderr."""
+        self._progress.clear()
+        notes = [] if self.model is None else self.model.notes
+        for note in notes[self._said :]:
+            click.echo(note, err=True)
+        self._said = len(notes)
+
+
+def _open_store() -> tuple[Store, str]:
+    """The user's conversations; where they cannot be had, a store in memory and a sentence that says so."""
+    import platformdirs
+
+    from hybrid.apps.chat.store import Store
+    from hybrid.errors import BadFileError
+
+    path = Path(platformdirs.user_data_dir("hybrid")) / "conversations.sqlite3"
+    try:
+        return Store(path), ""
+    except (OSError, BadFileError) as e:
+        why = getattr(e, "strerror", None) or str(e).rstrip(".")
+        return Store(None), f"This conversation is not saved: {why} ({path})."
+
+
+def _choose(store: Store, options: Mapping[str, Any], say: Any) -> Conversation:
+    """The conversation to go on with, open in this process; a new one where none was asked for."""
+    from hybrid.apps.chat.conversation import Conversation
+
+    if options["resume"] is not None:
+        if options["resume_last"]:
+            raise click.UsageError("Give --continue or --resume, not both")
+        id = store.find(checked_text(options["resume"]))
+        if not store.open(id):
+            raise BadRequestError("That conversation is open in another window; close it there first.")
+        return store.load(id)
+    if not options["resume_last"]:
+        return Conversation()
+    for entry in store.list():
+        if not entry.n_messages:
+            continue
+        if store.open(entry.id):
+            return store.load(entry.id)
+        say(f"“{entry.name or entry.title}” is open in another window; the one before it is opened.")
+    raise BadRequestError("There is no conversation to go on with yet.")
+
+
+def _reopened(conversation: Conversation, state: str) -> str:
+    n = len(conversation.messages)
+    lines = [f"{conversation.label}: {n} message{'s' * (n != 1)}. {state}"]
+    if conversation.unanswered:
+        lines.append("Your last message has no answer yet: /retry answers it.")
+    return "\n".join(lines) + "\n"
+
+
+def _full_name(name: str) -> str:
+    """A model as it can be found again from another folder."""
+    from hybrid.model.catalog import DEFAULT_MODEL, catalog
+
+    name = name or DEFAULT_MODEL
+    return name if name in catalog() or not os.path.exists(name) else os.path.abspath(name)
+
+
+def _hang_up(number: int, frame: FrameType | None) -> NoReturn:
+    """The terminal is gone: leave as by Ctrl-D, saving the KV state."""
+    raise SystemExit(HUNG_UP)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from hybrid.cli.config_file import Configured
 from hybrid.cli.options import (
     SAMPLING,
     grammar_options,
@@ -18,7 +19,7 @@ from hybrid.cli.options import (
 from hybrid.cli.session import emit, open_session, read_form, read_prompt
 
 
-@click.command()
+@click.command(cls=Configured)
 @model_argument
 @click.option("-p", "--prompt", metavar="TEXT", help="The prompt.")
 @click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - is stdin.")

@@ -24,6 +24,7 @@ from hybrid.runtime.llama_arguments import read_llama_arguments
 from hybrid.runtime.options import GenerateOptions, options_of
 from hybrid.runtime.remember import record_of
 from hybrid.runtime.reply import Options
+from hybrid.runtime.saved_state import restore_state, save_state
 from hybrid.runtime.template import ChatTemplate, chosen_template, compile_template, encode_chat
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.budget import VRAM_RESERVE
@@ -296,12 +297,15 @@ class Hybrid(LlamaAPI):
     ) -> Completion | Stream:
         """The assistant's next message in a conversation of {"role", "content"} messages, by the model's own chat
         template. Takes the options of `generate`. What the caches already hold of the conversation is reused."""
-        template = self.chat_template
-        tokens = encode_chat(template, self.engine.vocabulary, messages)
-        options["stop"] = [*stop_strings(options.get("stop")), *template.stop]
+        tokens = self.chat_tokens(messages)
+        options["stop"] = [*stop_strings(options.get("stop")), *self.chat_template.stop]
         if stream:
             return self.generate(tokens, stream=True, **options)
         return self.generate(tokens, **options)
+
+    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The prompt that `chat` makes of these messages."""
+        return encode_chat(self.chat_template, self.engine.vocabulary, messages)
 
     @property
     def chat_template(self) -> ChatTemplate:
@@ -315,6 +319,19 @@ class Hybrid(LlamaAPI):
     def _template_tokens(self) -> dict[str, str]:
         vocabulary = self.engine.vocabulary
         return {"bos_token": _spelled(vocabulary, vocabulary.bos), "eos_token": _spelled(vocabulary, vocabulary.eos)}
+
+    def save_state(self, path: str | Path) -> int:
+        """Write what the context holds, KV caches and all, to a file, whole or not at all; returns its bytes.
+        Raises OSError, and BadRequestError where the context is empty."""
+        with self._turns.queue, self._turns.begin(object()):
+            return save_state(self.engine, Path(path), self._store.identity)
+
+    def restore_state(self, path: str | Path) -> int:
+        """Replace the context by a saved one; returns its tokens, which prompts that begin with them reuse.
+        Raises OSError, BadFileError where the file is damaged, BadRequestError where it is of another model, placement
+        or version."""
+        with self._turns.queue, self._turns.begin(object()):
+            return restore_state(self.engine, Path(path), self._store.identity)
 
     def _told_prefill(self) -> Callable[[int, int], None] | None:
         """Who wants to know how far a prompt is read."""

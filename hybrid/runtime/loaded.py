@@ -79,6 +79,11 @@ class Loaded:
         return self._engine
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed, and can no longer be used."""
+        return self._engine is None
+
+    @property
     def notes(self) -> list[str]:
         """One-line facts the user should know: what `auto` chose and why, the context's size, expanded types."""
         return self._notes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hybrid.errors import BadRequestError
@@ -14,8 +16,8 @@ from hybrid.schedule.placement import Placement
 class FakeStream:
     """Yields words until cancelled; `between` is called before each."""
 
-    def __init__(self, model: FakeModel, words: list[str], between: Callable[[FakeStream], None]) -> None:
-        self._model, self._words, self._between = model, words, between
+    def __init__(self, model: FakeModel, n_prompt: int, words: list[str]) -> None:
+        self._model, self._n_prompt, self._words = model, n_prompt, words
         self._cancelled = False
         self.completion: Completion | None = None
 
@@ -23,42 +25,70 @@ class FakeStream:
         self._cancelled = True
 
     def __iter__(self) -> Iterator[str]:
-        made: list[str] = []
+        model, made = self._model, []
+        model.n_used = self._n_prompt
         for word in self._words:
-            self._between(self)
-            if self._cancelled:
+            model.between(self)
+            if self._cancelled or model.n_used >= model.n_ctx:
                 break
             made.append(word)
+            model.n_used += 1
             yield word
-        self._model.n_used += len(made)
-        full = self._model.n_used >= self._model.n_ctx
+        full = model.n_used >= model.n_ctx
         self.completion = Completion(
             "".join(made),
             tokens=list(range(len(made))),
-            n_prompt_tokens=3,
+            n_prompt_tokens=self._n_prompt,
             n_cached_tokens=1,
             finish_reason="interrupted" if self._cancelled else "length" if full else "stop",
-            placement=self._model.placement,
+            placement=model.placement,
             timings=Timings(load_s=1.0, ttft_s=0.25, prefill_tok_per_s=100.0, decode_tok_per_s=None),
             memory=Memory(device_bytes=0, host_bytes=2**20),
         )
 
 
 class FakeModel:
-    """Has what Chat needs of Hybrid."""
+    """Has what a Talk needs of Hybrid. A word is a token. It says `says(last message)`."""
 
-    def __init__(self, n_ctx: int = 100, between: Callable[[FakeStream], None] = lambda stream: None) -> None:
+    def __init__(
+        self,
+        n_ctx: int = 100,
+        between: Callable[[FakeStream], None] = lambda stream: None,
+        says: Callable[[str], str] = lambda text: f"You said {text}",
+    ) -> None:
         self.placement = Placement(device="cpu", n_gpu_layers=2, n_ctx=n_ctx)
         self.model_path = Path("fake.gguf")
+        self.chat_template = SimpleNamespace(stop=())
+        self.engine = SimpleNamespace(spec=SimpleNamespace(n_layers=4), head=None, tail=None, tokens=lambda: ())
         self.notes: list[str] = []
         self.n_ctx, self.n_used = n_ctx, 0
-        self.between = between
+        self.between, self.says = between, says
         self.seen: list[list[dict[str, str]]] = []
+        self.options: list[dict[str, Any]] = []
+        self._asked: list[dict[str, str]] = []
+        self.closed = False
 
-    def chat(self, messages: Sequence[dict[str, str]], *, stream: bool, **options: Any) -> FakeStream:
+    def tokenize(self, text: str, add_special: bool = True) -> list[int]:
+        return [0] * len(text.split())
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def chat_tokens(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        self._asked = [dict(message) for message in messages]
+        roles = [m["role"] for m in messages if m["role"] != "system"]
+        if any(a == b for a, b in pairwise(roles)):
+            raise BadRequestError("Roles must take turns.")
+        return [0] * sum(len(self.tokenize(m["content"])) for m in messages)
+
+    def generate(self, tokens: Sequence[int], *, stream: bool, **options: Any) -> FakeStream:
         assert stream
-        self.seen.append([dict(m) for m in messages])
-        text = messages[-1]["content"]
-        if len(text) > self.n_ctx:
-            raise BadRequestError(f"The prompt has {len(text)} tokens, but the context holds {self.n_ctx}.")
-        return FakeStream(self, [" " + word for word in f"You said {text}".split()], self.between)
+        self.seen.append(self._asked)
+        self.options.append(options)
+        if len(tokens) > self.n_ctx:
+            raise BadRequestError(f"The prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}.")
+        words = [" " + word for word in self.says(self._asked[-1]["content"]).split()]
+        return FakeStream(self, len(tokens), words[: options.get("max_tokens")])
+
+    def close(self) -> None:
+        self.closed = True

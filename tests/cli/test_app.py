@@ -72,6 +72,10 @@ def test_version_is_the_packages(run: Run) -> None:
         (["generate", "-p", "x", "-f", "y"], "not both"),
         (["generate", "-f", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["chat"], "no message"),
+        (["chat", "-p", "x", "--continue"], "at a terminal"),
+        (["chat", "-p", "x", "--system", "a", "--system-file", "b"], "not both"),
+        (["chat", "-p", "x", "--system-file", "/nowhere/system.txt"], "/nowhere/system.txt"),
+        (["chat", "-p", "x", "--on-full", "panic"], "panic"),
     ],
 )
 def test_bad_input_is_one_sentence_on_stderr_and_exit_code_2(args: list[str], words: str, run: Run) -> None:
