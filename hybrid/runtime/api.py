@@ -41,6 +41,7 @@ from hybrid.schedule.identity import identify
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import Profile, ProfileStore
 from hybrid.schedule.scheduler import Plan, Request, plan
+from hybrid.tail.preflight import preflight
 
 if TYPE_CHECKING:
     from hybrid.tail.vocab import Vocabulary
@@ -182,6 +183,7 @@ class Hybrid(LlamaAPI):
         """The engine of a plan. Where `auto` chose it and the memory is not there after all, with a layer fewer."""
         assert self._file is not None
         self._notes += chosen.notes
+        preflight(self._file, chosen.placement.n_gpu_layers, self._store.identity.machine)
         try:
             return Engine(self._file, spec, chosen.placement, progress=self._progress)
         except OutOfMemoryError as e:
