@@ -64,9 +64,9 @@ def first_shard(path: Path) -> Path:
     if match is None or int(match["no"]) == 1:
         return path
     first = path.with_name(f"{match['prefix']}-00001-of-{match['count']}.gguf")
-    if path.exists() and not first.exists():
+    if os.path.exists(path) and not os.path.exists(first):
         raise BadFileError(f"{path} is a part of a sharded model whose first file {first.name} is missing beside it.")
-    return first if first.exists() else path
+    return first if os.path.exists(first) else path
 
 
 def shard_paths(first: Path, metadata: Mapping[str, Any]) -> list[Path]:
@@ -87,7 +87,7 @@ def shard_paths(first: Path, metadata: Mapping[str, Any]) -> list[Path]:
             f"{first} is the first of {count} shards, so its name must end in -00001-of-{count:05d}.gguf."
         )
     paths = [first.with_name(f"{match['prefix']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    missing = [p.name for p in paths if not p.exists()]
+    missing = [p.name for p in paths if not os.path.exists(p)]
     if missing:
         raise BadFileError(
             f"{first} is the first of {count} shards, but {', '.join(missing[:3])} is missing beside it."

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -90,7 +90,7 @@ class Renderer:
         return self._answer(process, process.stdout)
 
     def _answer(self, process: subprocess.Popen[bytes], stdout: IO[bytes]) -> dict[str, Any]:
-        if not select.select([stdout], [], [], WALL_S)[0]:
+        if not _readable(stdout):
             raise TemplateError(f"it was not done after {WALL_S:.0f} s")
         line = stdout.readline()
         if not line.endswith(b"\n"):
@@ -129,6 +129,13 @@ class Renderer:
             assert pipe is not None
             with suppress(OSError):  # what it never read
                 pipe.close()
+
+
+def _readable(pipe: IO[bytes]) -> bool:
+    """Wait for something to read; False where nothing comes."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        return bool(selector.select(WALL_S))
 
 
 _renderer: Renderer | None = None

@@ -54,7 +54,7 @@ def preflight(file: ModelFile, k: int, machine: str, cancelled: Callable[[], boo
     and where `cancelled` says so; and EngineError with llama.cpp's own reason.
     """
     verdict = cache_dir() / "preflight" / _key(file, k, machine)
-    if verdict.exists():
+    if os.path.exists(verdict):  # pathlib's would raise where the folder is another user's
         return
     metadata = sum(len(field.raw) for field in file.fields.values())
     weights = sum(tensor.n_bytes for tensor in file.tensors.values())

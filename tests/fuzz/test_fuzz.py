@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from tests.fuzz.layout import Layout
 from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.runner import LIMIT_BYTES, LIMIT_S, Runner, problem_of
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the runner waits on a pidfd")
 REDUCED = 100
 KEPT = [Case.from_json(line) for line in FAILED.read_text().splitlines()]
 
