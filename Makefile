@@ -1,7 +1,9 @@
 # make chat       set everything up, then chat with a small model (answers a prompt piped into it, too)
 # make test       set everything up, then lint, types and tests
 # make test-all   the same with the slow tests, and with `make sanitize`
-# make sanitize   the CPU attention kernel under the address, undefined-behaviour and thread sanitizers
+# make sanitize   the native code under the address, undefined-behaviour and thread sanitizers
+# make fuzz       2,000 spoilt model files, each of which must end in a result or in one sentence
+# make soak       10,000 short chats, in which memory and answers must stay what they are
 # make clean      remove the environment and everything built
 #
 # What was done once is remembered in stamp files inside .venv: a second run goes straight to the point.
@@ -14,7 +16,7 @@ CHAT := --system "You are a helpful assistant." --temp 0 -n 512
 NATIVE := $(wildcard native/*.cpp native/*.hpp)
 SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.txt $(NATIVE)
 
-.PHONY: chat test test-all check sanitize models clean
+.PHONY: chat test test-all check sanitize fuzz soak models clean
 
 chat: $(VENV)/.run
 	@$(BIN)/hybrid models pull $(DEMO) </dev/null >&2
@@ -27,14 +29,20 @@ test: check models
 test-all: check models sanitize
 	$(BIN)/pytest
 
-# Needs the sanitizers' libraries, which come with gcc and clang. A program of one kernel, so it is quick to run; to
-# build it takes a minute.
+# Needs the sanitizers' libraries, which come with gcc and clang. Two small programs, so they are quick to run; to build
+# them takes a minute.
 sanitize: $(VENV)/.dev
 	@command -v cmake >/dev/null || [ -x $(BIN)/cmake ] || $(BIN)/pip install -q cmake
 	@PATH="$$PATH:$(BIN)"; for kind in address,undefined thread; do \
 	cmake -S native -B build/sanitize-$$kind -DHYBRID_SANITIZE=$$kind && cmake --build build/sanitize-$$kind --parallel 2 && \
-	build/sanitize-$$kind/attention_check 300 || exit 1; \
+	build/sanitize-$$kind/attention_check 300 && build/sanitize-$$kind/virtual_file_check 2000 || exit 1; \
 	done
+
+fuzz: $(VENV)/.dev
+	$(BIN)/python -m scripts.fuzz_gguf
+
+soak: $(VENV)/.dev
+	$(BIN)/python -m scripts.soak
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

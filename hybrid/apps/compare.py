@@ -161,8 +161,11 @@ class _Session:
         return limit
 
     def _tokenized(self, text: str) -> tuple[int, ...]:
+        from hybrid.schedule.identity import identify
+        from hybrid.tail.preflight import preflight
         from hybrid.tail.vocab import Vocabulary  # llama.cpp is needed for a prompt only
 
+        preflight(self.file, self.spec.n_layers, identify(self.file).machine)
         with Vocabulary.open(self.file.path) as vocabulary:
             tokens = tuple(vocabulary.tokenize(text))
         if not tokens:

@@ -100,6 +100,8 @@ def verify(
     or a k that cannot be split.
     """
     from hybrid.runtime.engine import Engine
+    from hybrid.schedule.identity import identify
+    from hybrid.tail.preflight import preflight
     from hybrid.tail.reference import Reference
 
     with ModelFile(model) as file:
@@ -116,6 +118,9 @@ def verify(
             raise OutOfMemoryError(
                 f"llama.cpp alone needs {mib(need)} of RAM for this model and {mib(there)} are free; it was not run."
             )
+        machine = identify(file).machine
+        for tried in (0, k):
+            preflight(file, tried, machine)
         has_tail = k < spec.n_layers
         taps = [f"l_out-{k - 1}"] if has_tail else []
         with Reference(

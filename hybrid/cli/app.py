@@ -15,6 +15,7 @@ import click
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.clash import check_package
+from hybrid.cli.printable import printable
 from hybrid.errors import HybridError
 
 COMMANDS = {
@@ -156,7 +157,7 @@ def _complain(sentence: str, code: int) -> int:
     """Print the sentence (and, for those who debug, the traceback of the exception being handled)."""
     if os.environ.get("HYBRID_DEBUG") == "1":
         traceback.print_exc()
-    click.echo(f"hybrid: {sentence}", err=True)
+    click.echo(f"hybrid: {printable(sentence)}", err=True)
     return code
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hybrid.cli.options import json_option, model_argument
+from hybrid.cli.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
 
 
@@ -154,12 +155,15 @@ def _bytes_by_type(tensors: Any) -> dict[str, int]:
 
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    title = facts["name"] or facts["architecture"]
-    console.print(f"[bold]{title}[/bold]  {facts['architecture']}, {facts['n_layers']} layers, {_size(facts['bytes'])}")
-    console.print(facts["path"], markup=False)
+    title, architecture = (printable(str(facts[key] or facts["architecture"])) for key in ("name", "architecture"))
+    size = f"{facts['n_layers']} layers, {_size(facts['bytes'])}"
+    console.print(Text.assemble((title, "bold"), f"  {architecture}, {size}"))
+    console.print(printable(facts["path"]), markup=False)
     console.print(
         f"n_embd {facts['n_embd']}, vocabulary {facts['n_vocab']}, trained for {facts['n_ctx_train']} tokens",
         markup=False,
@@ -179,7 +183,7 @@ def _print(facts: dict[str, Any]) -> None:
             _size(members[0]["kv_bytes_per_token"]),
         )
     for tensor in facts["outside"]:
-        table.add_row(tensor["name"], _size(tensor["bytes"]), tensor["type"], "", "")
+        table.add_row(escape(printable(tensor["name"])), _size(tensor["bytes"]), tensor["type"], "", "")
     console.print()
     console.print(table)
     console.print()
@@ -189,9 +193,8 @@ def _print(facts: dict[str, Any]) -> None:
     )
     console.print(f"-ngl may be {_ranges(facts['allowed_n_gpu_layers'])}")
     for refused in facts["refused_n_gpu_layers"]:
-        console.print(
-            f"  not {_ranges(list(range(refused['first'], refused['last'] + 1)))}: {refused['reason']}", markup=False
-        )
+        layers = _ranges(list(range(refused["first"], refused["last"] + 1)))
+        console.print(f"  not {layers}: {printable(refused['reason'])}", markup=False)
     for note in facts["notes"]:
         console.print(f"  {note}", markup=False)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybrid.cli.options import PLACEMENT, pick
+from hybrid.cli.printable import printable
 from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
 
@@ -31,7 +32,7 @@ class Session:
         """Print the model's notes that were not printed yet, on stderr."""
         self.progress.clear()
         for note in self.model.notes[self._said :]:
-            click.echo(note, err=True)
+            click.echo(printable(note), err=True)
         self._said = len(self.model.notes)
 
 

@@ -80,7 +80,7 @@ class Head:
         wanted = [info for layer in layers for info in layer.weights.values()]
         if k == spec.n_layers:
             wanted += [spec.output_tensor, *(info for name, info in spec.weights.items() if name in OUTPUT)]
-        with torch.inference_mode(), self._counted():
+        with allocating(f"Loading {k} layers", None, device), torch.inference_mode(), self._counted():
             self.cache = open_cache(layers, placement, device)  # first: if it does not fit, know before loading
             loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
             self._work = loader.work

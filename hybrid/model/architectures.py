@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from hybrid.model.contents import check_kind, check_vocabulary
 from hybrid.model.file import ModelFile
 from hybrid.model.hparams import Hparams, f32
 from hybrid.model.known import KNOWN
@@ -27,6 +28,8 @@ def read_spec(file: ModelFile) -> ModelSpec:
     k = 0 need. Raises BadFileError where the file contradicts itself.
     """
     hparams = Hparams(file)
+    check_kind(hparams)
+    check_vocabulary(hparams)
     n_layers = hparams.integer("block_count", least=1)
     if n_layers > MAX_LAYERS:
         hparams.fail(f"it claims {n_layers} layers, but llama.cpp allows {MAX_LAYERS}")

@@ -55,6 +55,10 @@ GGML_TYPES: dict[int, GgmlType] = {
     42: GgmlType("Q2_0", 64, 18),
 }
 """Every type a GGUF tensor may have; the numbers are ggml's (`ggml_type` in `ggml.h`)."""
+NO_PRODUCT = frozenset({9, 15, 24, 25, 26, 27, 28})
+"""Q8_1, Q8_K, whole numbers and F64: a GGUF may hold them, and llama.cpp dies of multiplying with them (they have no
+`vec_dot` in ggml's `type_traits_cpu`)."""
+F32 = 0
 
 
 def type_name(kind: int) -> str:

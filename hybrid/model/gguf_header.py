@@ -13,6 +13,7 @@ from typing import NoReturn
 from hybrid.errors import BadFileError
 from hybrid.model.ggml_types import GGML_TYPES
 from hybrid.model.gguf_values import ARRAY, SCALARS, STRING, UINT32
+from hybrid.model.not_gguf import piece_hint
 from hybrid.model.records import RawField, TensorInfo
 
 MAX_DIMS = 4
@@ -197,7 +198,7 @@ class _Parser:
 
     def place(self, table: dict[str, TensorInfo], alignment: int) -> dict[str, TensorInfo]:
         """Turn offsets into absolute ones. llama.cpp wants the data in table order, aligned, without gaps."""
-        start = -(-self.at // alignment) * alignment
+        start = end = -(-self.at // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         expected = 0
         cut = ""
@@ -216,6 +217,12 @@ class _Parser:
         if cut:
             raise BadFileError(
                 f"{self.name} is truncated: tensor {cut!r} and what follows need a file of {end} bytes, "
-                f"but it has {self.size}; download it again."
+                f"but it has {self.size}; download it again{piece_hint(self.name)}."
             )
+        for behind in (end, start + expected):
+            if bytes(self.view[behind : behind + 4]) == b"GGUF":
+                self.fail(
+                    "another GGUF follows in it, as when shards were joined with cat; keep them apart, or join them "
+                    "with `llama-gguf-split --merge`"
+                )
         return placed

@@ -70,6 +70,14 @@ def array_length(field: RawField) -> int | None:
     return int(n)
 
 
+def array_item_type(field: RawField) -> int | None:
+    """The GGUF value type of an array record's items; None for any other record."""
+    if field.type != ARRAY:
+        return None
+    (key_length,) = struct.unpack_from("<Q", field.raw, 0)
+    return int(struct.unpack_from("<I", field.raw, 8 + key_length + 4)[0])
+
+
 class Metadata(Mapping[str, Any]):
     """The metadata of a file: a read-only mapping that decodes a value on first access and keeps it."""
 

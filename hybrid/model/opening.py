@@ -1,4 +1,4 @@
-"""Opening the files of a model: what is not a GGUF is told apart here, and shards find each other."""
+"""Opening the files of a model, and finding the other shards of one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from hybrid.errors import BadFileError
 from hybrid.model.gguf_header import Header
 from hybrid.model.gguf_values import Metadata
+from hybrid.model.not_gguf import piece_hint, what_it_is
 
 MAX_SHARDS = 4096
 _SHARD_NAME = re.compile(r"(?P<prefix>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -47,7 +48,7 @@ def open_shard(path: Path) -> Shard:
             raise BadFileError(f"{path} is not a regular file; a GGUF file is wanted.")
         problem = what_it_is(os.pread(fd, 512, 0))
         if problem:
-            raise BadFileError(f"{path} is not a GGUF: {problem}.")
+            raise BadFileError(f"{path} is not a GGUF: {problem}{piece_hint(path.name)}.")
     except OSError as error:
         os.close(fd)
         raise BadFileError(f"{path} cannot be read: {error.strerror}.") from error
@@ -57,35 +58,15 @@ def open_shard(path: Path) -> Shard:
     return Shard(path, fd, info.st_size)
 
 
-def what_it_is(head: bytes) -> str | None:
-    """What a file that begins with `head` is if it is not a GGUF; None for a GGUF."""
-    if head[:4] == b"GGUF":
-        return None
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    known = [
-        (not head, "it is empty"),
-        (
-            head.startswith(b"version https://git-lfs"),
-            "it is a Git LFS pointer, fetch the real file with `git lfs pull`",
-        ),
-        (text.startswith((b"<!doctype", b"<html", b"<?xml")), "it is a web page, the download link led to HTML"),
-        (head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"), "it is a model in the old GGML format, convert it to GGUF"),
-        (head[:2] == b"PK", "it is a zip archive or a PyTorch checkpoint"),
-        (head[8:10] == b'{"', "it is a safetensors file, convert it to GGUF"),
-        (not head.strip(b"\0"), "it begins with zeros, as an unfinished download does"),
-    ]
-    return next((what for found, what in known if found), "it begins with other bytes than GGUF")
-
-
 def first_shard(path: Path) -> Path:
     """The first file of the set that `path` belongs to by its name; `path` itself where it is no shard."""
     match = _SHARD_NAME.fullmatch(path.name)
     if match is None or int(match["no"]) == 1:
         return path
     first = path.with_name(f"{match['prefix']}-00001-of-{match['count']}.gguf")
-    if path.exists() and not first.exists():
+    if os.path.exists(path) and not os.path.exists(first):
         raise BadFileError(f"{path} is a part of a sharded model whose first file {first.name} is missing beside it.")
-    return first if first.exists() else path
+    return first if os.path.exists(first) else path
 
 
 def shard_paths(first: Path, metadata: Mapping[str, Any]) -> list[Path]:
@@ -106,7 +87,7 @@ def shard_paths(first: Path, metadata: Mapping[str, Any]) -> list[Path]:
             f"{first} is the first of {count} shards, so its name must end in -00001-of-{count:05d}.gguf."
         )
     paths = [first.with_name(f"{match['prefix']}-{i:05d}-of-{count:05d}.gguf") for i in range(1, count + 1)]
-    missing = [p.name for p in paths if not p.exists()]
+    missing = [p.name for p in paths if not os.path.exists(p)]
     if missing:
         raise BadFileError(
             f"{first} is the first of {count} shards, but {', '.join(missing[:3])} is missing beside it."

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hybrid.errors import BadFileError
 from hybrid.model.file import ModelFile, TensorInfo
+from hybrid.model.ggml_types import F32, NO_PRODUCT, type_name
 from hybrid.model.traits import Architecture, Shapes
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(.+)")
@@ -125,9 +126,10 @@ def check_tensors(
     sizes: Mapping[str, int],
     wanted: Wanted,
 ) -> None:
-    """Make sure that `tensors` has what is wanted, and everything in the shape that `sizes` demands.
+    """Make sure that `tensors` has what is wanted, everything in the shape that `sizes` demands and of a type that
+    llama.cpp can compute with: matrices of any that has products, all else F32.
 
-    Raises BadFileError naming the first tensor that is missing or misshapen.
+    Raises BadFileError naming the first tensor that is missing, misshapen or of the wrong type.
     """
     for suffix, names in {**wanted.required, **wanted.optional}.items():
         tensor = tensors.get(suffix)
@@ -140,6 +142,12 @@ def check_tensors(
             raise BadFileError(
                 f"{file.path} has the tensor {tensor.name} in shape {list(tensor.shape)}, "
                 f"but its hyperparameters demand {list(shape)}."
+            )
+        is_matrix = len(shape) > 1 and suffix.endswith(".weight") and "norm" not in suffix
+        if tensor.type in NO_PRODUCT if is_matrix else tensor.type != F32:
+            raise BadFileError(
+                f"{file.path} has the tensor {tensor.name} of type {type_name(tensor.type)}, with which llama.cpp "
+                "cannot compute."
             )
 
 

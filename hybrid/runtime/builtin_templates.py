@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from hybrid.tail.llama import lib
@@ -23,7 +22,6 @@ class BuiltinTemplate:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.environment = SimpleNamespace(steps=0)
 
     def render(self, *, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, **others: Any) -> str:
         """The prompt as text. Of `others` it takes what every template is given, BOS and EOS, but no tools."""

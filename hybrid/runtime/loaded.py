@@ -21,8 +21,10 @@ from hybrid.runtime.engine import Engine
 from hybrid.runtime.pipeline import Logits
 from hybrid.runtime.turns import Turns
 from hybrid.schedule.placement import Placement
+from hybrid.schedule.profile import ProfileStore
 from hybrid.schedule.scheduler import Plan, Request
 from hybrid.schedule.step_down import one_layer_fewer
+from hybrid.tail.preflight import preflight
 
 
 class Loaded:
@@ -31,6 +33,7 @@ class Loaded:
     _engine: Engine | None = None
     _file: ModelFile | None = None
     _turns: Turns
+    _store: ProfileStore
     _notes: list[str]
     _progress: Callable[[str, float], None] | None
     _pid: int
@@ -41,6 +44,7 @@ class Loaded:
         fewer; the RAM would have to hold that layer, so that where it is the RAM that fails, this does not help."""
         assert self._file is not None
         self._notes += chosen.notes
+        preflight(self._file, chosen.placement.n_gpu_layers, self._store.identity.machine)
         try:
             return Engine(self._file, spec, chosen.placement, progress=self._progress)
         except OutOfMemoryError as e:

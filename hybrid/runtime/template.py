@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hybrid.errors import BadRequestError
+from hybrid.errors import BadRequestError, EngineError
 from hybrid.runtime.controls import guard_all, split, unused_marker
+from hybrid.runtime.renderer import SandboxedTemplate, TemplateError, compiled
 
 if TYPE_CHECKING:
-    from jinja2 import Template
-
     from hybrid.runtime.builtin_templates import BuiltinTemplate
 
 Message = Mapping[str, Any]
@@ -54,7 +53,7 @@ class ChatVocabulary(Protocol):
 class ChatTemplate:
     """A compiled template."""
 
-    template: Template | BuiltinTemplate
+    template: SandboxedTemplate | BuiltinTemplate
     bos_token: str = ""
     eos_token: str = ""
     stop: tuple[str, ...] = ()
@@ -96,7 +95,6 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], add_generation_prompt: bool, variables: Mapping[str, Any] | None
     ) -> str:
-        setattr(self.template.environment, "steps", 0)  # noqa: B010 - a ChatEnvironment, which jinja2 types as its base
         try:
             return self.template.render(
                 **(variables or {}),
@@ -105,6 +103,8 @@ class ChatTemplate:
                 bos_token=self.bos_token,
                 eos_token=self.eos_token,
             )
+        except EngineError:
+            raise
         except Exception as e:  # the template is a program out of the file: whatever it raises is its refusal
             why = str(e).strip().rstrip(".!") or type(e).__name__
             raise BadRequestError(f"The model's chat template does not accept these messages: {why}.") from e
@@ -112,16 +112,14 @@ class ChatTemplate:
 
 def compile_template(source: str | None, *, bos_token: str = "", eos_token: str = "") -> ChatTemplate:
     """Compile `tokenizer.chat_template`; a plain default, with a note that says so, where it is missing or broken."""
-    from hybrid.runtime.jinja import environment
-
     why = "the file has no chat template"
     if source is not None:
         try:
-            return ChatTemplate(environment().from_string(source), bos_token, eos_token)
-        except Exception as e:  # likewise: it may fail in any way
+            return ChatTemplate(compiled(source), bos_token, eos_token)
+        except TemplateError as e:
             why = f"its chat template does not compile ({e})"
     note = f"Chat uses a plain 'User: … Assistant: …' format, because {why}."
-    return ChatTemplate(environment().from_string(DEFAULT_TEMPLATE), bos_token, eos_token, DEFAULT_STOP, note)
+    return ChatTemplate(SandboxedTemplate(DEFAULT_TEMPLATE), bos_token, eos_token, DEFAULT_STOP, note)
 
 
 def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str = "") -> ChatTemplate:
@@ -145,10 +143,10 @@ def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str =
         except (OSError, ValueError) as e:
             why = getattr(e, "strerror", None) or "it is not UTF-8 text"
             raise BadRequestError(f"The chat template {name} cannot be read: {why}.") from e
-    compiled = compile_template(text, bos_token=bos_token, eos_token=eos_token)
-    if compiled.note:
-        raise BadRequestError(f"{name} cannot be used as a chat template: {compiled.note.partition('because ')[2]}")
-    return compiled
+    own = compile_template(text, bos_token=bos_token, eos_token=eos_token)
+    if own.note:
+        raise BadRequestError(f"{name} cannot be used as a chat template: {own.note.partition('because ')[2]}")
+    return own
 
 
 def encode_chat(

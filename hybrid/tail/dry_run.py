@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from os import fsencode
+from collections.abc import Iterable
 
-from hybrid import _native
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule.placement import Placement
 from hybrid.tail.context import context_params
 from hybrid.tail.llama import LogMark, lib
-from hybrid.tail.model import LOAD_MODE_NONE, NO_GPU, SPLIT_MODE_NONE
-from hybrid.tail.slice import tail_slice
 from hybrid.tail.tail import TailMemory
+from hybrid.tail.unloaded import unloaded
 
 _KV_SIZE = re.compile(r"kv_cache: *size = *([\d.]+) MiB")
 
@@ -31,30 +27,10 @@ def dry_run(file: ModelFile, spec: ModelSpec, placements: Iterable[Placement]) -
     while rest:
         k = rest[0].n_gpu_layers
         n = next((i for i, p in enumerate(rest) if p.n_gpu_layers != k), len(rest))
-        with _unloaded(file, spec, k) as model:
+        with unloaded(file, spec, k) as model:
             found += [_context_memory(spec, model, placement) for placement in rest[:n]]
         del rest[:n]
     return found
-
-
-@contextmanager
-def _unloaded(file: ModelFile, spec: ModelSpec, k: int) -> Iterator[int]:
-    params = lib().llama_model_default_params()
-    params.n_gpu_layers, params.split_mode, params.main_gpu = 0, SPLIT_MODE_NONE, NO_GPU
-    params.no_alloc, params.load_mode = True, LOAD_MODE_NONE
-    log = LogMark()
-    if k == 0:
-        handle = lib().llama_model_load_from_file(fsencode(file.path), params)
-    else:
-        virtual = _native.VirtualFile(tail_slice(file, spec, k).segments())
-        handle = lib().llama_model_load_from_file_ptr(virtual.pointer, params)
-        virtual.close()
-    if not handle:
-        raise log.error(f"open {file.path.name} without loading it")
-    try:
-        yield handle
-    finally:
-        lib().llama_model_free(handle)
 
 
 def _context_memory(spec: ModelSpec, model: int, placement: Placement) -> TailMemory:

@@ -13,11 +13,9 @@ from typing import Any
 from hybrid import _native
 from hybrid.errors import Cancelled, HybridError
 from hybrid.tail.llama import LogMark, lib
+from hybrid.tail.unloaded import LOAD_MODE_NONE, cpu_params
 from hybrid.tail.virtual_gguf import VirtualGGUF
 
-LOAD_MODE_NONE = 0
-SPLIT_MODE_NONE = 0
-NO_GPU = -1
 POLL_S = 0.05
 """How often a load reports progress and looks whether it was cancelled."""
 
@@ -60,7 +58,7 @@ def open_files(
     `progress` gets fractions and `cancelled` is asked, both on the calling thread, about twenty times a second.
     Raises Cancelled (Ctrl-C included), OutOfMemoryError, EngineError with llama.cpp's own reason.
     """
-    params = _cpu_params() if gpu_layers == 0 else lib().llama_model_default_params()
+    params = cpu_params() if gpu_layers == 0 else lib().llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
     names = [os.fsencode(path) for path in paths]
@@ -84,7 +82,7 @@ def open_virtual(
 
     As `open_files`; `name` is what errors call it. The files behind it must be open only during this call.
     """
-    params = _cpu_params()
+    params = cpu_params()
     params.load_mode = LOAD_MODE_NONE
     file = _native.VirtualFile(virtual.segments())
     try:
@@ -101,14 +99,6 @@ def open_virtual(
         raise
     finally:
         file.close()  # llama.cpp does not own it
-
-
-def _cpu_params() -> Any:
-    params = lib().llama_model_default_params()
-    params.n_gpu_layers = 0
-    params.split_mode = SPLIT_MODE_NONE
-    params.main_gpu = NO_GPU
-    return params
 
 
 def _handle(pointer: Any) -> int | None:

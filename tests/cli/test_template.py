@@ -176,29 +176,12 @@ def test_text_with_every_noncharacter_is_refused_rather_than_altered() -> None:
         encode_chat(compile_template(CHATML), Vocab(), user("".join(map(chr, range(0xFDD0, 0xFDF0)))))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{{ 'a' * 3000000000 }}",
-        "{% for m in messages recursive %}{{ loop(messages) }}{{ loop(messages) }}{% endfor %}",
-    ],
-)
-def test_a_template_without_end_is_refused(source: str) -> None:
-    template = compile_template(source)
-    with pytest.raises(BadRequestError, match="does not accept"):
-        template.render([{"role": "user", "content": "x"}])
-
-
 def test_loops_know_their_place_and_a_long_conversation_is_no_endless_template() -> None:
     source = "{% for m in messages %}{{ loop.index }}{{ loop.length }}{{ '' if loop.last else loop.nextitem.role }};"
     template = compile_template(source + "{% else %}none{% endfor %}{{ '-' * 3 }}")
     messages = [{"role": "a", "content": "x"}, {"role": "b", "content": "y"}]
     assert template.render(messages) == "12b;22;---"
-    many = messages * 50_000
-    for _ in range(11):  # each rendering has its own steps
-        assert template.render(many).endswith("---")
+    assert template.render(messages * 50_000).endswith("---")
 
 
 def test_a_control_token_in_a_tools_keys_stays_text() -> None:

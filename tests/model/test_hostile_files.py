@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybrid import Hybrid
 from hybrid.errors import BadFileError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
@@ -32,6 +35,7 @@ BAD = {
     "only the magic": (b"GGUF", "truncated"),
     "a web page": (b"\n<!DOCTYPE html><html><body>Not found</body></html>", "web page"),
     "a Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
+    "an error message in JSON": (b'{"error":"Repository not found"}', "it is JSON"),
     "an old ggml file": (b"tjgg" + b"\0" * 100, "old GGML"),
     "a zip": (b"PK\3\4" + b"\0" * 100, "zip"),
     "safetensors": (struct.pack("<Q", 40) + b'{"__metadata__":{}}' + b" " * 100, "safetensors"),
@@ -79,6 +83,7 @@ BAD = {
     "overlapping tensors": (gguf_bytes(rows=[Row(), Row("u", offset=32)], data=256), "'u' overlaps"),
     "a gap between tensors": (gguf_bytes(rows=[Row(), Row("u", offset=256)], data=512), "'u' leaves a gap"),
     "data that ends too early": (gguf_bytes(data=127), "'t' and what follows need a file of 256 bytes, but it has 255"),
+    "two shards joined with cat": (gguf_bytes() * 2, "another GGUF follows"),
     "a tensor beyond the file": (gguf_bytes(rows=[Row(), Row("u", offset=128)]), "'u' and what follows"),
 }
 
@@ -92,6 +97,27 @@ def test_a_bad_file_gets_one_clear_sentence(tmp_path: Path, case: str) -> None:
         ModelFile(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["m.gguf.part1of2", "m.gguf-split-a", "m.gguf.001", "m.Q8_0.gguf.partaa", "m.gguf.b"])
+def test_a_piece_of_a_file_is_called_one(tmp_path: Path, name: str) -> None:
+    for content, what in ((gguf_bytes()[:-1], "truncated"), (b"weights" * 99, "other bytes")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(BadFileError, match=f"{what}.*several pieces, which `cat` joins"):
+            ModelFile(tmp_path / name)
+    (tmp_path / name).write_bytes(gguf_bytes())
+    ModelFile(tmp_path / name).close()
+
+
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\xe9.gguf"))
+    write_tiny(path, n_layers=2, n_embd=64, n_heads=2, n_kv_heads=1, head_dim=32, n_ff=64)
+    with Hybrid(path, n_gpu_layers=0, n_ctx=32) as model:
+        assert len(model.generate("a", max_tokens=1, ignore_eos=True).tokens) == 1
+    path.write_bytes(b"GGUF")
+    run = subprocess.run([sys.executable, "-m", "hybrid.cli", "inspect", path], capture_output=True, check=False)
+    assert run.returncode == 2
+    assert b"truncated" in run.stderr
 
 
 def test_the_sound_file_of_these_tests_opens(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 
 from hybrid.errors import BadFileError
@@ -15,9 +13,8 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.tail.llama import lib
+from tests.doctored import SMALL, rewritten
 from tests.tiny import write_tiny
-
-SMALL = {"n_embd": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "n_ff": 96}
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -27,43 +24,6 @@ def spec_of(path: Path) -> ModelSpec:
 
 def tiny_spec(tmp_path: Path, architecture: str = "llama", **options: Any) -> ModelSpec:
     return spec_of(write_tiny(tmp_path / "m.gguf", architecture, **{**SMALL, **options}))
-
-
-def rewritten(
-    tmp_path: Path,
-    architecture: str = "llama",
-    *,
-    drop: str = "",
-    add: dict[str, tuple[int, ...]] | None = None,
-    keys: dict[str, Any] | None = None,
-    without: tuple[str, ...] = (),
-    as_architecture: str = "",
-) -> Path:
-    """A tiny model without one tensor, with others added, or with other metadata."""
-    source = write_tiny(tmp_path / "source.gguf", architecture, **SMALL, n_layers=2)
-    path = tmp_path / "rewritten.gguf"
-    name = as_architecture or architecture
-    writer = gguf.GGUFWriter(path, name)
-    with ModelFile(source) as file:
-        metadata = {k.replace(f"{architecture}.", f"{name}."): v for k, v in file.metadata.items()}
-        for key, value in {**metadata, **(keys or {})}.items():
-            if key == "general.architecture" or key in without:
-                continue
-            if isinstance(value, list):
-                writer.add_array(key, value)
-            else:
-                kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
-                getattr(writer, f"add_{kinds[type(value)]}")(key, value)
-        for tensor in file.tensors.values():
-            if tensor.name != drop:
-                writer.add_tensor(tensor.name, file.data(tensor.name).view(np.float32).reshape(tensor.shape))
-        for extra, shape in (add or {}).items():
-            writer.add_tensor(extra, np.ones(shape, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-    return path
 
 
 def test_a_llama_is_read_layer_by_layer(tmp_path: Path) -> None:
