@@ -140,8 +140,9 @@ def _print(report: TuneReport) -> None:
 def _conclude(report: TuneReport, console: Any) -> None:
     left_out = sum(row.measured is None and row.verdict == "not measured" for row in report.rows)
     earlier = f" and {report.reused} earlier" if report.reused else ""
+    runs = f"{len(report.trials)} measurement{'s' * (len(report.trials) != 1)}"
     console.print(
-        f"{len(report.trials)} measurements{earlier} in {report.elapsed_s:.0f} s; {left_out} of {len(report.rows)} "
+        f"{runs}{earlier} in {report.elapsed_s:.0f} s; {left_out} of {len(report.rows)} "
         f"placements that fit were not measured; one measurement is within {100 * report.noise:.0f} %.",
         markup=False,
     )
