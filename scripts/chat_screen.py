@@ -1,6 +1,6 @@
 """A real chat on an emulated terminal, drawn as SVG: the picture in the README.
 
-    python scripts/chat_screen.py [-o docs/chat.svg] [--columns 96] [--rows 34]
+    python scripts/chat_screen.py [-o docs/chat.svg] [--columns 100] [--rows 34]
 
 Needs what the tests need (`make test`), and smollm2-135m. What it says is what the model said.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import sys
 import tempfile
 from pathlib import Path
 
+import pyte
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -25,11 +27,11 @@ from tests.cli.window import Window  # noqa: E402
 
 LINES = [
     "What is the capital of France?",
-    "Give me three facts about it as a Markdown list with the key word of each in bold.",
+    "Write a Python function that adds two numbers.",
     "/split",
     "/save paris",
 ]
-OPTIONS = ["smollm2-135m", "-ngl", "15", "--device", "cpu", "--temp", "0", "-n", "160", "-c", "2048",
+OPTIONS = ["smollm2-135m", "-ngl", "15", "--device", "cpu", "--temp", "0", "-n", "120", "-c", "2048",
            "--system", "You are a helpful assistant."]  # fmt: skip
 
 
@@ -39,15 +41,16 @@ def drawn(window: Window) -> Text:
     screen = window.screen
     last = max(i for i, line in enumerate(screen.display) if line.strip())
     for y in range(last + 1):
-        row = screen.buffer[y]
-        for x in range(screen.columns):
-            cell = row[x]
-            dim = cell.fg == "brightblack"
-            colour = None if cell.fg == "default" or dim else _colour(cell.fg)
-            style = Style(color=colour, bold=cell.bold, italic=cell.italics, underline=cell.underscore, dim=dim)
-            text.append(cell.data, style)
+        cells = [screen.buffer[y][x] for x in range(len(screen.display[y].rstrip()))]
+        for style, run in itertools.groupby(cells, key=_style):
+            text.append("".join(cell.data for cell in run), style)
         text.append("\n" if y < last else "")
     return text
+
+
+def _style(cell: pyte.screens.Char) -> Style:
+    colour = None if cell.fg == "default" else _colour(cell.fg)
+    return Style(color=colour, bold=cell.bold, italic=cell.italics, underline=cell.underscore)
 
 
 def _colour(name: str) -> str:
@@ -60,7 +63,7 @@ def _colour(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "chat.svg")
-    parser.add_argument("--columns", type=int, default=96)
+    parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--rows", type=int, default=34)
     args = parser.parse_args()
     from hybrid.model.catalog import models_dir

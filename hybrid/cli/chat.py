@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from hybrid.cli.config_file import Configured
 from hybrid.cli.options import (
@@ -59,8 +60,16 @@ HUNG_UP = 129
 @sampling_options
 @placement_options
 @json_option
+@click.pass_context
 def command(
-    model: str | None, prompt: str | None, system: str | None, system_file: str | None, as_json: bool, **options: Any
+    ctx: click.Context,
+    /,
+    model: str | None,
+    prompt: str | None,
+    system: str | None,
+    system_file: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Chat with a model.
 
@@ -69,7 +78,10 @@ def command(
     as they go, in your data directory. Defaults can be set in a file, see `hybrid config`.
     """
     if system is not None and system_file is not None:
-        raise click.UsageError("Give --system or --system-file, not both")
+        typed = [ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE for name in ("system", "system_file")]
+        if typed[0] == typed[1]:
+            raise click.UsageError("Give --system or --system-file, not both")
+        system, system_file = (system, None) if typed[0] else (None, system_file)
     if system is not None:
         system = checked_text(system)
     elif system_file is not None:

@@ -78,12 +78,17 @@ def _checked(parameter: click.Parameter, value: Any, ctx: click.Context, where: 
     if isinstance(value, bool) != flag or isinstance(value, (dict, list)):
         raise BadRequestError(f"{where} must be {'true or false' if flag else 'one value'}, not {value!r}.")
     if flag:
-        return value
+        return _flag(parameter, value)
     try:
         parameter.process_value(ctx, str(value))
     except click.BadParameter as e:
         raise BadRequestError(f"{where}: {e.message.rstrip('.')}.") from e
     return str(value)
+
+
+def _flag(parameter: click.Parameter, value: bool) -> bool:
+    """From whether a flag is given to what that makes of its parameter, and back: `--no-…` switches something off."""
+    return value is not (getattr(parameter, "flag_value", True) is False)
 
 
 class Configured(click.Command):
@@ -99,12 +104,10 @@ class Configured(click.Command):
 def effective(command: click.Command, ctx: click.Context, path: Path) -> Mapping[str, tuple[Any, bool]]:
     """Every key of a command: its value, and whether the file says so."""
     said = defaults(command, ctx, path)
-    return {
-        key: (said[parameter.name] if parameter.name in said else _builtin(parameter, ctx), parameter.name in said)
-        for key, parameter in settable(command).items()
-    }
-
-
-def _builtin(parameter: click.Parameter, ctx: click.Context) -> Any:
-    value = parameter.get_default(ctx)
-    return value if isinstance(value, (str, int, float, bool)) else None
+    found = {}
+    for key, parameter in settable(command).items():
+        value = said.get(parameter.name or "", parameter.get_default(ctx))
+        if isinstance(value, bool):
+            value = _flag(parameter, value)
+        found[key] = (value if isinstance(value, (str, int, float, bool)) else None, parameter.name in said)
+    return found

@@ -261,6 +261,22 @@ def test_nothing_is_compacted_where_there_is_nothing_or_ctrl_c_says_so(capsys: p
     assert said(chat) == before
 
 
+def test_a_message_that_cannot_be_saved_is_not_half_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(conversation: Conversation, first: int) -> None:
+        raise BadRequestError("The disk is full.")
+
+    chat = chat_with(FakeModel())
+    chat.take("hi")
+    with monkeypatch.context() as patch:
+        patch.setattr(chat.talk.store, "save", full)
+        chat.take("ho")
+    assert "The disk is full." in capsys.readouterr().err
+    chat.take("he")
+    assert [content for _, content in said(chat)] == ["hi", " You said hi", "he", " You said he"]
+
+
 def test_settings_change_how_the_next_answer_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     model = FakeModel()
     chat = chat_with(model)

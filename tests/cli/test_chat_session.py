@@ -25,7 +25,7 @@ def smollm() -> Path:
 def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
     smollm: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    options = (smollm, "--temp", "0", "-n", "48", "-c", "1024", "--system", "You are a helpful assistant.")
+    options = (smollm, "--temp", "0", "-n", "32", "-c", "1024", "--system", "You are a helpful assistant.")
     (tmp_path / "notes.txt").write_text("The boat is called Anna. It is red and leaves at nine.\n")
     with Window(*options, env=environment) as window:
         window.expect("Ctrl-D leaves")

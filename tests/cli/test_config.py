@@ -50,6 +50,26 @@ def test_what_makes_no_sense_is_one_sentence_that_names_the_file(text: str, word
         assert "config.toml" in done.stderr
 
 
+def test_a_flag_that_switches_off_and_a_prompt_given_twice_mean_what_they_say(
+    tiny: Path, run: Run, config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "system.txt").write_text("Be kind, and be it always.")
+    ask = ("chat", tiny, "-p", "x", "-n", "1", "-t", "1", "--json")
+    alone = json.loads(run(*ask).stdout)["n_prompt_tokens"]
+    config.write_text('[chat]\nsystem = "Be."\n')
+    done = json.loads(run(*ask).stdout)
+    assert done["n_prompt_tokens"] > alone
+    assert (
+        json.loads(run(*ask, "--system-file", tmp_path / "system.txt").stdout)["n_prompt_tokens"]
+        > done["n_prompt_tokens"]
+    )
+    config.write_text("[chat]\nno-kv-offload = true\n")
+    assert "offload_kqv=False" in run(*ask).stderr  # as -nkvo says without --engine llama.cpp
+    shown = json.loads(run("config", "--json").stdout)
+    assert shown["chat"]["no-kv-offload"] == {"value": True, "set": True}
+    assert shown["generate"]["no-kv-offload"] == {"value": False, "set": False}
+
+
 def test_help_does_without_the_file(run: Run, config: Path) -> None:
     config.write_text("[chat]\nnonsense = 1\n")
     assert run("chat", "--help").returncode == 0

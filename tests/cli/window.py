@@ -12,6 +12,13 @@ import pyte
 from tests.cli.conftest import HYBRID
 
 
+class _Screen(pyte.HistoryScreen):
+    """Shows dim text in grey; pyte does not know what dim is."""
+
+    def select_graphic_rendition(self, *attributes: int, **kwargs: bool) -> None:
+        super().select_graphic_rendition(*(90 if a == 2 else a for a in attributes), **kwargs)
+
+
 class Window:
     """`hybrid chat` with these arguments, on a terminal of its own."""
 
@@ -19,7 +26,7 @@ class Window:
         self, *args: str | Path, env: dict[str, str], columns: int = 90, rows: int = 40, patience_s: float = 120
     ) -> None:
         self.patience_s = patience_s
-        self.screen = pyte.HistoryScreen(columns, rows, history=5000, ratio=0.5)
+        self.screen = _Screen(columns, rows, history=5000, ratio=0.5)
         self._stream = pyte.Stream(self.screen)
         command = [*HYBRID[1:], "chat", *map(str, args)]
         self.child = pexpect.spawn(

@@ -92,10 +92,10 @@ def split(model: Hybrid) -> str:
     width = min(n, BAR_WIDTH)
     device = round(width * k / n)
     last = round(width * own / n)
-    emulated = " (emulated on the CPU)" if where.device == "cpu" else ""
+    device_name = "a GPU that the CPU emulates" if where.device == "cpu" else where.device
     lines = ["█" * device + "░" * (width - device - last) + "▓" * last]
     if k:
-        lines.append(f"█ {_layers(0, k)} PyTorch on {where.device}{emulated}, KV cache: {where.kv}")
+        lines.append(f"█ {_layers(0, k)} PyTorch on {device_name}, KV cache: {where.kv}")
     if k < n - own:
         lines.append(f"░ {_layers(k, n - own)} llama.cpp on the CPU")
     if own:

@@ -31,6 +31,8 @@ class Asking:
         self._pieces = work(self)
         self._stream: Stream | None = None
         self.cancelled = False
+        self.answered = False
+        """Whether what came last from the model is part of the conversation, and not a summary of it."""
         self.completion: Completion | None = None
         """Once it is over: the answer and its figures; None where none was begun."""
 
@@ -122,7 +124,7 @@ class Talk:
         message = Message("user", _sound(f"{name}:\n\n{text.strip()}\n"), kind="file")
         n_tokens = self.count(message)
         self._check_room(message, self._n_prompt(message), n_tokens)
-        self._append(replace(message, info={"name": name, "tokens": n_tokens}))
+        self._append(replace(message, info={"name": _sound(name), "tokens": n_tokens}))
         return n_tokens
 
     def compact(self) -> Asking:
@@ -241,6 +243,7 @@ class Talk:
             reason = asking.completion.finish_reason if asking.completion else "interrupted"
             if parts or reason != "interrupted":
                 info = {"finish_reason": reason, "tokens": len(asking.completion.tokens) if asking.completion else None}
+                asking.answered = True
                 conversation.messages[at:] = [Message("assistant", "".join(parts), info=info)]
                 self.store.save(conversation, at)
 
@@ -291,14 +294,24 @@ class Talk:
             return
         if not summary:
             raise BadRequestError("The model wrote no summary; nothing was compacted.")
+        before = self._n_prompt()
         n_messages = cut.end - cut.first
         conversation.messages = compacted(conversation, cut, summary, self.count(Message("user", summary)))
         self.store.save(conversation, 0)
-        yield Piece("note", f"{n_messages} messages became this summary (they are kept, see /export):\n{summary}")
+        yield Piece(
+            "note",
+            f"{n_messages} messages became this summary (they are kept, see /export); the conversation has "
+            f"{self._n_prompt():,} tokens instead of {before:,}:\n{summary}",
+        )
 
     def _append(self, message: Message) -> None:
-        self.conversation.messages.append(message)
-        self.store.save(self.conversation, len(self.conversation.messages) - 1)
+        messages = self.conversation.messages
+        messages.append(message)
+        try:
+            self.store.save(self.conversation, len(messages) - 1)
+        except HybridError:
+            messages.pop()
+            raise
 
     def _n_prompt(self, *more: Message) -> int:
         """Tokens of the conversation with `more` at its end."""

@@ -132,10 +132,10 @@ class TerminalChat:
         screen, talk = self.screen, self.talk
         screen.answer(asking)
         done = asking.completion
-        if done is not None and not screen.quiet:
+        if done is not None and asking.answered and not screen.quiet:
             screen.say(status(talk.model, done))
         if talk.conversation.unanswered and asking.cancelled:
             screen.say("Stopped before an answer; your message is kept: /retry answers it, /undo takes it back.")
-        if warning := talk.warning():
+        if asking.answered and (warning := talk.warning()):
             screen.say(warning)
         screen.say("")
