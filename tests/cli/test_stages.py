@@ -69,14 +69,17 @@ def _temporary(process: psutil.Process) -> str | None:
         return None
 
 
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        *((stage, signal.SIGTERM) for stage in STAGES),
+        *((stage, signal.SIGINT) for stage in ("loading the tail", "evaluating")),
+    ],
+)
 def test_a_signal_ends_the_program_at_every_stage(
     tmp_path: Path, tiny: Path, environment: dict[str, str], stage: str, number: int
 ) -> None:
     where, k = STAGES[stage]
-    if k and number == signal.SIGINT:
-        pytest.skip("torch is imported for one signal")
     args = [
         "generate",
         str(tiny),

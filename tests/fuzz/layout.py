@@ -33,11 +33,11 @@ class Record:
         return struct.unpack_from("<IQ", self.value) if self.kind == ARRAY and len(self.value) >= 12 else None
 
     def items(self) -> list[bytes]:
-        """The items of an array, each as it lies in the file."""
+        """The items of an array, each as it lies in the file; as many as there are, whatever it claims."""
         if self.array is None:
             return []
         (kind, n), at, found = self.array, 12, list[bytes]()
-        for _ in range(n):
+        while len(found) < n and at < len(self.value):
             size = SCALARS[kind].n_bytes if kind in SCALARS else 8 + struct.unpack_from("<Q", self.value, at)[0]
             found.append(self.value[at : at + size])
             at += size
@@ -90,7 +90,7 @@ class Layout:
         data = bytearray()
         for t in self.tensors:
             offset = len(data) if t.offset is None else t.offset
-            head += text(t.name) + struct.pack("<I", len(t.ne) if t.n_dims is None else t.n_dims)
+            head += text(t.name) + struct.pack("<I", (len(t.ne) if t.n_dims is None else t.n_dims) % 2**32)
             head += struct.pack(f"<{len(t.ne)}QIQ", *(n % 2**64 for n in t.ne), t.kind, offset % 2**64)
             data += t.data + bytes(-len(t.data) % 32)
         out = head + bytes(-len(head) % 32) + data

@@ -1,4 +1,4 @@
-"""`make soak`, some hundred chats of it: answers stay what they were, and nothing is left behind."""
+"""`make soak`, some of its chats: answers stay what they were, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hybrid import Hybrid
 from scripts.soak import GROWTH_BYTES, Soak, soak
 
-N_CHATS = 120
+N_CHATS = 70
 REDUCED_GROWTH_BYTES = 4 * GROWTH_BYTES
 """So few chats do not tell a leak from an allocator that still settles; ten thousand do (`make soak`)."""
 
