@@ -66,8 +66,9 @@ def variants(small: bool) -> list[Variant]:
     found += [matvec.variant(form, 1, bias=True, experts=True) for form in FORMATS.values()]
     found += [tiles.variant(form, dtype) for form in FORMATS.values() for dtype in (torch.bfloat16, torch.float16)]
     for heads, n_tokens in shapes():
-        if attention.takes(heads, n_tokens, small):
-            found.append(attention.attend_variant(heads, n_tokens, heads.sinks, small))
+        few = small or attention.is_small(heads)
+        if attention.takes(heads, n_tokens, few):
+            found.append(attention.attend_variant(heads, n_tokens, heads.sinks, few))
         found.append(attention.merge_variant(heads))
         found.append(rope.variant(heads, heads.dim_k, neox=True, scaled=False))
         found.append(rope.variant(heads, heads.dim_k, neox=False, scaled=True))
@@ -208,17 +209,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(targets) - set(SHARED_BYTES)):
         parser.error(f"There is no target {unknown[0]}; there are {', '.join(SHARED_BYTES)}.")
     jobs = [(i, target) for target in targets for i in chosen(target, options.only, options.spread)]
-    found = list(reports(jobs, options.workers))
-    bad = [report for report in found if not report.ok]
+    found = []
+    for report in reports(jobs, options.workers):
+        found.append(report)
+        if not report.ok:
+            print(f"{report.kernel} for {report.target}: {report.error or _cell(report)}", file=sys.stderr, flush=True)
     if options.json:
         print(json.dumps([asdict(report) | {"ok": report.ok} for report in found], indent=1))
     elif not options.write:
         print(table(found))
-    for report in bad:
-        print(f"{report.kernel} for {report.target}: {report.error or _cell(report)}", file=sys.stderr)
     if options.write:
         _write(found)
-    return 1 if bad else 0
+    return 0 if all(report.ok for report in found) else 1
 
 
 def _write(found: Sequence[Report]) -> None:

@@ -179,6 +179,11 @@ def merge_variant(heads: Heads) -> Variant:
     return Variant(f"merge {heads.dim_v}", merge_kernel, constants, types, pointers, {"num_warps": 4})
 
 
+def is_small(heads: Heads) -> bool:
+    """Whether tensor cores are of no use: they round float32 off."""
+    return heads.dtype == torch.float32
+
+
 def takes(heads: Heads, n_tokens: int, small: bool) -> bool:
     """Whether so many tokens are few enough, and the heads not too wide."""
     rows, dim = (MAX_ROWS_SMALL, MAX_DIM_SMALL) if small else (MAX_ROWS, MAX_DIM)
@@ -201,6 +206,7 @@ def attend(
         spec.n_heads, spec.n_kv_heads, spec.head_dim_k, spec.head_dim_v, k.dtype, spec.attn_softcap != 0.0,
         sinks is not None,
     )  # fmt: skip
+    small = small or is_small(heads)
     if not takes(heads, n, small):
         return None
     n_keys = p0 + n - first
