@@ -61,8 +61,11 @@ def variants(small: bool) -> list[Variant]:
     """Every kernel: products and tiles of every format, attention and RoPE for heads of many sizes. `small`: as they
     are on GPUs without tensor cores that Triton knows."""
     found = [
-        matvec.variant(form, tokens, bias=True) for form in FORMATS.values() for tokens in (1, 2, 4, 8)
-    ]  # fmt: skip
+        matvec.variant(form, tokens, bias=True)
+        for form in FORMATS.values()
+        for tokens in (1, 2, 4, 8)
+        if matvec.tokens_of(form, tokens) == tokens
+    ]
     found += [matvec.variant(form, 1, bias=True, experts=True) for form in FORMATS.values()]
     found += [tiles.variant(form, dtype) for form in FORMATS.values() for dtype in (torch.bfloat16, torch.float16)]
     for heads, n_tokens in shapes():

@@ -153,9 +153,11 @@ def attend_variant(heads: Heads, n_tokens: int, sinks: bool, small: bool) -> Var
     `MAX_ROWS`."""
     pad_k, pad_v = _padded(heads.dim_k), _padded(heads.dim_v)
     rows = max(16, triton.next_power_of_2(n_tokens * heads.group))
+    tile = TILE_VALUES // 2 if heads.dtype == torch.uint8 else TILE_VALUES  # blocks take registers on their way
+    keys = 16 if small else max(16, min(tile // 128, tile // max(pad_k, pad_v)))
     constants = {
         "HEADS": heads.n_heads, "GROUP": heads.group, "DIM_K": heads.dim_k, "DIM_V": heads.dim_v, "PAD_K": pad_k,
-        "PAD_V": pad_v, "ROWS": rows, "KEYS": 16 if small else max(16, min(64, TILE_VALUES // max(pad_k, pad_v))),
+        "PAD_V": pad_v, "ROWS": rows, "KEYS": keys,
         "PACKED": heads.dtype == torch.uint8, "SOFTCAP": heads.softcap, "SINKS": sinks,
     }  # fmt: skip
     held = "*" + TRITON_TYPES[heads.dtype]

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hybrid.head.kernels.decode import decoding, lanes, place
-from hybrid.head.kernels.formats import BlockFormat, Planes, Stack
+from hybrid.head.kernels.formats import FEW_TOKENS, BlockFormat, Planes, Stack
 from hybrid.head.kernels.variant import Variant
 
 UNITS = 32
@@ -33,14 +33,13 @@ def matvec_kernel(
     GROUP: tl.constexpr, BIAS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     UNITS: tl.constexpr,
 ):  # fmt: skip
-    """y[split, token, row] = the split's share of Σ x[token, k] · w[row, k] (+ bias[row]). Grid: (rows / ROWS, splits),
-    or, with EXPERTS, (rows / ROWS, splits, tokens), where a token's matrix and bias are number chosen[token]."""
+    """y[split, token, row] = the split's share of Σ x[token, k] · w[row, k] (+ bias[row]). Grid: (rows / ROWS, splits,
+    tokens / TOKENS). With EXPERTS, TOKENS is 1 and a token's matrix and bias are number chosen[token]."""
     split = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None, None]
-    token = tl.arange(0, TOKENS)[:, None, None, None]
+    token = (tl.program_id(2) * TOKENS + tl.arange(0, TOKENS))[:, None, None, None]
     if EXPERTS:
         expert = tl.load(chosen + tl.program_id(2))
-        token += tl.program_id(2)
         w += expert * expert_bytes
         bias += expert * n_rows
     n_units = n_in // (16 * SHIFTS)
@@ -73,6 +72,11 @@ def rows_of(tokens: int) -> int:
     return 8 if tokens <= 2 else 4
 
 
+def tokens_of(form: BlockFormat, n: int) -> int:
+    """Tokens, of n, that a program takes at once: units that decode to many values leave registers for fewer."""
+    return min(4 if form.shifts > 2 else FEW_TOKENS, int(triton.next_power_of_2(n)))
+
+
 def splits_of(n_rows: int, n_units: int, tokens: int, n_sm: int) -> int:
     """Programs that share the columns of one row."""
     programs = -(-n_rows // rows_of(tokens))
@@ -101,11 +105,12 @@ def matvec(weight: Planes, x: Tensor, bias: Tensor | None, n_sm: int) -> Tensor:
     """x [n, n_in] float32, n <= FEW_TOKENS, contiguous, to x Wᵀ + b [n, n_rows] float32. `n_sm` is the number of
     multiprocessors of the device."""
     n = x.shape[0]
-    splits, step = _split(weight, triton.next_power_of_2(n), 1, n_sm)
+    tokens = tokens_of(weight.format, n)
+    splits, step = _split(weight, tokens, 1, n_sm)
     y = torch.empty(splits, n, weight.n_rows, dtype=torch.float32, device=x.device)
     added = bias is not None and splits == 1
-    form = variant(weight.format, triton.next_power_of_2(n), added)
-    grid = triton.cdiv(weight.n_rows, form.constants["ROWS"]), splits
+    form = variant(weight.format, tokens, added)
+    grid = triton.cdiv(weight.n_rows, form.constants["ROWS"]), splits, triton.cdiv(n, tokens)
     form.launch(grid, weight.data, x, bias if added else x, x, y, weight.n_rows, weight.n_in, n, step, 0)
     if splits == 1:
         return y[0]
