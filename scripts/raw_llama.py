@@ -20,14 +20,16 @@ _SILENT = lib.llama_log_callback(lambda level, text, data: None)  # C keeps call
 
 
 class RawLlama:
-    """A model and a context with llama.cpp's own defaults, on the CPU."""
+    """A model and a context with llama.cpp's own defaults, on the CPU unless it is told otherwise."""
 
-    def __init__(self, path: str, *, n_ctx: int = 1024, n_threads: int | None = None, n_sequences: int = 1) -> None:
-        """`n_ctx` tokens for each sequence."""
+    def __init__(
+        self, path: str, *, n_ctx: int = 1024, n_threads: int | None = None, n_sequences: int = 1, n_gpu_layers: int = 0
+    ) -> None:
+        """`n_ctx` tokens for each sequence; `n_gpu_layers` as llama.cpp counts them."""
         lib.llama_log_set(_SILENT, None)
         n_threads = n_threads or psutil.cpu_count(logical=False) or 1
         model_params = lib.llama_model_default_params()
-        model_params.n_gpu_layers = 0
+        model_params.n_gpu_layers = n_gpu_layers
         self.model = lib.llama_model_load_from_file(path.encode(), model_params)
         params = lib.llama_context_default_params()
         params.n_ctx = n_ctx * n_sequences

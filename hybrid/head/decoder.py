@@ -16,12 +16,11 @@ from hybrid.head.feed_forward import feed_forward
 from hybrid.head.kv.base import KVCache
 from hybrid.head.loading import LayerWeights, Loader
 from hybrid.head.norm import Norm, make_norm
-from hybrid.head.rope import rotate
+from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec, RopeSpec
 
-Angles = Mapping[RopeSpec, tuple[Tensor, Tensor, Tensor | None]]
-"""For every kind of RoPE among the layers: cosines and sines [n_tokens, 1, n_dims / 2] of a batch, and what queries are
-multiplied by [n_tokens, 1, 1] (None: nothing)."""
+Rotations = Mapping[RopeSpec, Rotation]
+"""For every kind of RoPE among the layers, that of the batch."""
 
 
 class Attention:
@@ -39,7 +38,7 @@ class Attention:
         self.sinks = weights.vector("attn_sinks.weight")
         self.output = weights.linear("attn_output")
 
-    def __call__(self, x: Tensor, angles: Angles, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
         spec, n = self.spec, x.shape[0]
         rows = [linear(x) for linear in self.qkv]
         if len(rows) == 1:
@@ -50,12 +49,8 @@ class Attention:
         v = v.view(n, spec.n_kv_heads, spec.head_dim_v)
         if spec.normalised_values:
             v = F.rms_norm(v, v.shape[-1:], None, self.eps)
-        if spec.rope is not None:
-            cos, sin, query_scale = angles[spec.rope]
-            q, k = rotate(q, cos, sin, spec.rope), rotate(k, cos, sin, spec.rope)
-            if query_scale is not None:
-                q = q * query_scale
-        out = cache.attend(self.layer, q, k, v, positions, seqs, self.sinks)  # [n, n_heads, head_dim_v]
+        rotation = None if spec.rope is None else rotations[spec.rope]
+        out = cache.attend(self.layer, q, k, v, positions, seqs, self.sinks, rotation)  # [n, n_heads, head_dim_v]
         return self.output(out.reshape(n, -1))
 
 
@@ -77,25 +72,27 @@ class Block:
         self.output_scale = weights.vector("layer_output_scale.weight")
         weights.check_all_used()
 
-    def __call__(self, h: Tensor, angles: Angles, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
+    def __call__(self, h: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
         """h [n_tokens, n_embd] to the same shape."""
         scale = self.spec.residual_scale
         if self.spec.parallel:
             x = self.attn_norm(h)
             h = h.add(self.feed_forward(x, h), alpha=scale)
-            return h.add_(self.attention(x, angles, cache, positions, seqs), alpha=scale)
-        out = self.post_attention_norm(self.attention(self.attn_norm(h), angles, cache, positions, seqs))
+            return h.add_(self.attention(x, rotations, cache, positions, seqs), alpha=scale)
+        out = self.post_attention_norm(self.attention(self.attn_norm(h), rotations, cache, positions, seqs))
         h = h.add(out, alpha=scale)
         out = self.post_ffw_norm(self.feed_forward(self.ffn_norm(h), h))
         h = h.add(out, alpha=scale)
         return h if self.output_scale is None else h.mul_(self.output_scale)
 
 
-def run(blocks: list[Block], h: Tensor, angles: Angles, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
+def run(
+    blocks: list[Block], h: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor
+) -> Tensor:
     """All blocks in turn; while one attends, the cache may fetch what the next will need."""
     cache.prefetch(0, positions, seqs)
     for layer, block in enumerate(blocks):
         if layer + 1 < len(blocks):
             cache.prefetch(layer + 1, positions, seqs)
-        h = block(h, angles, cache, positions, seqs)
+        h = block(h, rotations, cache, positions, seqs)
     return h

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid.errors import HostMemoryError, OutOfMemoryError, UnsupportedError
+from hybrid.head.kernels.choice import Kernels
 from hybrid.head.memory import LiveBytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES
 
@@ -28,6 +29,11 @@ class Compute:
     dequantised tile by tile at every product."""
     tile_values: int
     """Weights dequantised at a time."""
+    temporaries: bool = True
+    """Whether torch's temporaries of a tile take memory beside it. Otherwise torch makes smaller tiles instead, and a
+    tile of a kernel, which needs none, is the most memory that is used."""
+    kernels: Kernels | None = None
+    """The Triton kernels of the device, where it has any."""
 
     @classmethod
     def on(cls, device: torch.device) -> Compute:
@@ -37,6 +43,9 @@ class Compute:
         """
         if device.type == "cpu":
             return cls(device, torch.float32, expand=True, tile_values=1 << 18)
+        if device.type == "cuda":
+            kernels = Kernels.on(device)
+            return cls(device, _matmul_dtype(device), False, 1 << 25, temporaries=False, kernels=kernels)
         return cls(device, _matmul_dtype(device), expand=False, tile_values=1 << 23)
 
 
@@ -114,7 +123,9 @@ def _is_of_host(error: BaseException) -> bool:
 def _matmul_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+            # Turing has no bfloat16 and emulates it, slowly.
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+            return torch.bfloat16 if native else torch.float16
     try:
         torch.zeros(1, 1, dtype=torch.bfloat16, device=device).matmul(
             torch.zeros(1, 1, dtype=torch.bfloat16, device=device)

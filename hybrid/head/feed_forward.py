@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from hybrid.head.activation import ACTIVATIONS, gated
+from hybrid.head.kernels.formats import FEW_TOKENS
 from hybrid.head.loading import LayerWeights
 from hybrid.head.norm import Norm
 from hybrid.model.spec import FfnSpec
@@ -63,14 +64,33 @@ class Experts:
         """x [n_tokens, n_embd], normalised, and the residual stream `h` it comes from, to the same shape."""
         shares, chosen = self._route(x, h)
         n, n_used = chosen.shape
+        if n <= FEW_TOKENS:
+            rows = (self.norm(h) if self.own_norm else x).repeat_interleave(n_used, 0)
+            out = self._row_by_row(rows, chosen.flatten())
+            if out is not None:
+                return self._sum(out, shares, x, h)
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.n_experts).tolist()
         rows = (self.norm(h) if self.own_norm else x)[order // n_used]
         out = self.down(self._inner(rows, counts), counts)
         back = torch.empty_like(out)
         back[order] = out
-        total = self.post_norm((back.view(n, n_used, -1) * shares.unsqueeze(-1)).sum(1))
+        return self._sum(back, shares, x, h)
+
+    def _sum(self, out: Tensor, shares: Tensor, x: Tensor, h: Tensor) -> Tensor:
+        """Outputs of all (token, choice) pairs [n * n_used, n_embd] added up, and the shared part's."""
+        total = self.post_norm((out.view(*shares.shape, -1) * shares.unsqueeze(-1)).sum(1))
         return total if self.shared is None else total + self.shared_post_norm(self.shared(x, h))
+
+    def _row_by_row(self, rows: Tensor, chosen: Tensor) -> Tensor | None:
+        """Outputs of (token, choice) pairs through kernels, for which the host does not wait for the router's choice;
+        None where there are none."""
+        found = [linear.row_by_row(rows, chosen) for linear in self.gate_up]
+        if any(part is None for part in found):
+            return None
+        parts = [part for part in found if part is not None]
+        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
+        return self.down.row_by_row(gated(self.spec.activation, gate, lambda: up), chosen)
 
     def _inner(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by expert, [n_rows, n_embd], to act(gate) * up, [n_rows, n_ff]."""

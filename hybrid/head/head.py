@@ -14,6 +14,7 @@ from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.head.decoder import Block, run
 from hybrid.head.device import Compute, allocating, limit_memory, open_device
 from hybrid.head.embedding import TokenEmbedding
+from hybrid.head.kernels.formats import FEW_TOKENS
 from hybrid.head.kv.base import KVCache
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear
@@ -81,7 +82,8 @@ class Head:
         if k == spec.n_layers:
             wanted += [spec.output_tensor, *(info for name, info in spec.weights.items() if name in OUTPUT)]
         with allocating(f"Loading {k} layers", None, device), torch.inference_mode(), self._counted():
-            self.cache = open_cache(layers, placement, device)  # first: if it does not fit, know before loading
+            # first: if it does not fit, know before loading
+            self.cache = open_cache(layers, placement, device, kernels=self.compute.kernels)
             loader = Loader(file, self.compute, sum(info.n_bytes for info in wanted), progress, cancelled)
             self._work = loader.work
             self._embedding = TokenEmbedding(file, spec, device)
@@ -98,9 +100,11 @@ class Head:
                 self._output_norm = make_norm(spec.norm, norm, bias, spec.norm_eps)
                 self._output = loader.linear(spec.output_tensor, spec.weights.get("output.bias"))
             loader.close()
-        self.notes = [*loader.notes, *self.cache.notes]
         self.weight_bytes = loader.device_bytes
         """Device bytes of the weights as they are held."""
+        if self.compute.kernels is not None:
+            self._try_kernels()
+        self.notes = [*loader.notes, *self.cache.notes, *(self.compute.kernels.notes if self.compute.kernels else ())]
 
     @torch.inference_mode()
     def forward(self, tokens: Ints, positions: Ints, seqs: Ints) -> Tensor:
@@ -114,12 +118,9 @@ class Head:
         device = self.compute.device
         with self._computing(len(where)):
             h = self._embedding(np.asarray(tokens, np.int64))
-            angles = {
-                spec: (*rope.cos_sin(where, device), rope.query_scale(where, device))
-                for spec, rope in self._ropes.items()
-            }
+            rotations = {spec: rope.rotation(where, device) for spec, rope in self._ropes.items()}
             on_host = torch.from_numpy(where), torch.from_numpy(np.asarray(seqs, np.int64))
-            return run(self._blocks, h, angles, self.cache, *on_host)
+            return run(self._blocks, h, rotations, self.cache, *on_host)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -153,6 +154,15 @@ class Head:
         del self._embedding, self._work, self.cache
         if self.compute.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _try_kernels(self) -> None:
+        """Compile what decode and a prompt need, so that the first answer does not wait for it, and that what does not
+        run here is known when the notes are read."""
+        for n in (1, min(FEW_TOKENS + 1, self.placement.n_batch, self.placement.n_ctx)):
+            hidden = self.forward(np.zeros(n, np.int64), np.arange(n), np.zeros(n, np.int64))
+            if self._output is not None:
+                self.logits(hidden[-1:])
+            self.cache.trim(0, 0)
 
     def _computing(self, n_tokens: int) -> AbstractContextManager[object]:
         stack = ExitStack()

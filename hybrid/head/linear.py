@@ -1,12 +1,13 @@
 """The quantised linear: the one door through which the decoder multiplies by a weight.
 
-Fast kernels (`hybrid.head.kernels`) will take products over behind `QuantLinear.__call__`; this plain-torch one
-serves every device.
+Where there are kernels for it (`hybrid.head.kernels`), the matrix lies in planes: a few rows are multiplied straight
+from them, and for more of them a kernel makes the tiles. Plain torch serves every other device, and takes over where a
+kernel fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
@@ -14,6 +15,11 @@ from torch import Tensor
 
 from hybrid.head.dequant import PLAIN, dequantize
 from hybrid.head.device import Compute
+from hybrid.head.kernels.formats import Planes, Stack
+
+FRUGAL = 8
+"""By how much torch's tiles are smaller than a kernel's where its temporaries have to lie in as much memory: they take
+10.6 bytes of a weight, and blocks put together again up to 4, beside its own 2."""
 
 
 class Workspace:
@@ -23,15 +29,23 @@ class Workspace:
         self.compute = compute
         self._buffer = torch.empty(0, dtype=compute.dtype, device=compute.device)
 
-    def rows(self, n_in: int) -> int:
-        """Rows of n_in weights that make one tile."""
-        return max(1, self.compute.tile_values // n_in)
+    def rows(self, n_out: int, n_in: int, *, by_kernel: bool = False) -> int:
+        """Rows of a matrix [n_out, n_in] that make one tile."""
+        values = self.compute.tile_values
+        if not by_kernel and not self.compute.temporaries:
+            values = min(values, n_out * n_in) // FRUGAL
+        return min(n_out, max(1, values // n_in))
 
-    def tile(self, values: Tensor) -> Tensor:
-        """`values` [rows, n_in] float32 rounded to the compute dtype, in the buffer; valid until the next call."""
-        if self._buffer.numel() < values.numel():
-            self._buffer = torch.empty(values.numel(), dtype=self.compute.dtype, device=self.compute.device)
-        return self._buffer[: values.numel()].view(values.shape).copy_(values)
+    def room(self, rows: int, n_in: int) -> Tensor:
+        """The buffer as [rows, n_in] in the compute dtype, for a tile that is valid until the next call."""
+        n = rows * n_in
+        if self._buffer.numel() < n:
+            self._buffer = torch.empty(n, dtype=self.compute.dtype, device=self.compute.device)
+        return self._buffer[:n].view(rows, n_in)
+
+    def release(self) -> None:
+        """Give the buffer back; the next tile makes another."""
+        self._buffer = self._buffer.new_empty(0)
 
     @property
     def nbytes(self) -> int:
@@ -40,37 +54,66 @@ class Workspace:
 
 
 class QuantLinear:
-    """y = x Wᵀ + b, where W is either GGUF blocks (`kind` says which) or, expanded, numbers in the compute dtype."""
+    """y = x Wᵀ + b, where W is GGUF blocks (`kind` says which), in a row or in planes, or, expanded, numbers in the
+    compute dtype."""
 
-    def __init__(self, weight: Tensor, kind: int | None, shape: tuple[int, int], bias: Tensor | None, work: Workspace):
-        """`weight`: [n_out, row_bytes] uint8 of GGUF type `kind`, or [n_out, n_in] in the compute dtype if `kind` is
-        None. `shape` is (n_out, n_in); `bias` [n_out] float32. All on the device."""
+    def __init__(
+        self, weight: Tensor | Planes, kind: int | None, shape: tuple[int, int], bias: Tensor | None, work: Workspace
+    ):
+        """`weight`: [n_out, row_bytes] uint8 of GGUF type `kind`, or its planes, or [n_out, n_in] in the compute dtype
+        if `kind` is None. `shape` is (n_out, n_in); `bias` [n_out] float32. All on the device."""
         self.n_out, self.n_in = shape
         self.kind = kind
         self.bias = bias
         self.work = work
         self.dtype = work.compute.dtype
-        if kind is not None and PLAIN.get(kind) == self.dtype:  # the stored bytes are already the numbers we want
-            weight, self.kind = weight.view(self.dtype), None
+        if isinstance(weight, Tensor) and kind is not None and PLAIN.get(kind) == self.dtype:
+            weight, self.kind = weight.view(self.dtype), None  # the stored bytes are already the numbers we want
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [n_tokens, n_in] float32 to [n_tokens, n_out] float32; the product itself is in the compute dtype."""
-        if self.kind is None:
-            if self.dtype == torch.float32:
-                return F.linear(x, self.weight, self.bias)
-            y = F.linear(x.to(self.dtype), self.weight).float()
+        """x [n_tokens, n_in] float32 to [n_tokens, n_out] float32. The product of a few tokens and planes is in
+        float32; others are in the compute dtype."""
+        if isinstance(self.weight, Planes):
+            kernels = self.work.compute.kernels
+            few = None if kernels is None else kernels.matvec(self.weight, x, self.bias)
+            if few is not None:
+                return few
+            y = self._tile_by_tile(x.to(self.dtype), self._tiles_of_planes(self.weight))
+        elif self.kind is not None:
+            y = self._tile_by_tile(x.to(self.dtype), self._tiles_of_blocks(self.weight, self.kind))
+        elif self.dtype == torch.float32:
+            return F.linear(x, self.weight, self.bias)
         else:
-            y = self._tile_by_tile(x.to(self.dtype), self.kind)
+            y = F.linear(x.to(self.dtype), self.weight).float()
         return y if self.bias is None else y.add_(self.bias)
 
-    def _tile_by_tile(self, x: Tensor, kind: int) -> Tensor:
+    def _tile_by_tile(self, x: Tensor, tiles: Iterator[tuple[int, Tensor]]) -> Tensor:
         y = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
-        step = self.work.rows(self.n_in)
-        for row in range(0, self.n_out, step):
-            tile = self.work.tile(dequantize(self.weight[row : row + step], kind))
-            y[:, row : row + step] = F.linear(x, tile)
+        for row, tile in tiles:
+            y[:, row : row + tile.shape[0]] = F.linear(x, tile)
         return y
+
+    def _tiles_of_blocks(self, weight: Tensor, kind: int) -> Iterator[tuple[int, Tensor]]:
+        """The matrix as numbers in the compute dtype: (first row, some rows), each valid until the next."""
+        step = self.work.rows(self.n_out, self.n_in)
+        for row in range(0, self.n_out, step):
+            rows = weight[row : row + step]
+            yield row, self.work.room(rows.shape[0], self.n_in).copy_(dequantize(rows, kind))
+
+    def _tiles_of_planes(self, weight: Planes) -> Iterator[tuple[int, Tensor]]:
+        kernels, work, row = self.work.compute.kernels, self.work, 0
+        while row < self.n_out:
+            by_kernel = kernels is not None and kernels.makes_tiles
+            stop = min(self.n_out, row + work.rows(self.n_out, self.n_in, by_kernel=by_kernel))
+            tile = work.room(stop - row, self.n_in)
+            if not by_kernel:
+                tile.copy_(dequantize(weight.rows(row, stop), weight.kind))
+            elif kernels is None or not kernels.dequantize(weight, row, stop, tile):
+                work.release()  # torch's tiles are smaller
+                continue
+            yield row, tile
+            row = stop
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +124,15 @@ class QuantLinear:
 class ExpertLinear:
     """One matrix an expert, and a product that multiplies each row by the matrix of the expert it was sent to."""
 
-    def __init__(self, experts: Sequence[QuantLinear], scales: Sequence[float] | None = None) -> None:
-        """`scales` multiply each expert's product."""
-        self.experts, self.scales = experts, scales
+    def __init__(self, experts: Sequence[QuantLinear], bias: Tensor | None, scales: Tensor | None = None) -> None:
+        """The experts' weights follow each other in memory. `bias` [n_experts, n_out] has all of their biases; `scales`
+        [n_experts] multiply each expert's product. Both float32 on the device."""
+        self.experts = experts
+        self.scales = None if scales is None else scales.tolist()
         self.n_out = experts[0].n_out
+        first = experts[0].weight
+        self._stack = Stack(first, bias) if isinstance(first, Planes) else None
+        self._scales = scales
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """x [n_rows, n_in] float32, sorted by expert, `counts` rows for each; to [n_rows, n_out] float32.
@@ -99,6 +147,15 @@ class ExpertLinear:
                 y[start : start + n] = rows if self.scales is None else rows.mul_(self.scales[i])
                 start += n
         return y
+
+    def row_by_row(self, x: Tensor, chosen: Tensor) -> Tensor | None:
+        """x [n_rows, n_in] float32, of a few tokens, to [n_rows, n_out]: row i by expert chosen[i], which the host need
+        not know. None where there is no kernel for that."""
+        kernels = self.experts[0].work.compute.kernels
+        if kernels is None or self._stack is None:
+            return None
+        y = kernels.expert_matvec(self._stack, x, chosen)
+        return y if y is None or self._scales is None else y.mul_(self._scales[chosen].unsqueeze(1))
 
     @property
     def nbytes(self) -> int:

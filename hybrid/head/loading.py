@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hybrid.errors import Cancelled, UnsupportedError
-from hybrid.head.dequant import SUPPORTED, dequantize, dequantize_on_host
+from hybrid.head.dequant import PLAIN, SUPPORTED, dequantize, dequantize_on_host
 from hybrid.head.device import Compute, allocating
+from hybrid.head.kernels.formats import Planes
 from hybrid.head.linear import ExpertLinear, QuantLinear, Workspace
 from hybrid.head.memory import host_memory
 from hybrid.head.pinned import pinned
@@ -57,7 +58,7 @@ class Loader:
         """A matrix, quantised or expanded as `Compute` says."""
         if len(info.shape) != 2:
             raise UnsupportedError(f"{info.name} has {len(info.shape)} dimensions where a matrix is expected.")
-        weight, kind = self._matrix(info)
+        [weight], kind = self._matrices(info, 1)
         return QuantLinear(weight, kind, info.shape, None if bias is None else self.vector(bias), self.work)
 
     def experts(
@@ -70,34 +71,57 @@ class Loader:
                 f"{info.name} has {len(info.shape)} dimensions where one matrix an expert is expected."
             )
         n_experts, n_out, n_in = info.shape
-        weight, kind = self._matrix(info)
-        matrices = weight.view(n_experts, n_out, -1)
-        biases = [None] * n_experts if bias is None else self.vector(bias).view(n_experts, n_out).unbind()
+        matrices, kind = self._matrices(info, n_experts)
+        all_biases = None if bias is None else self.vector(bias).view(n_experts, n_out)
+        biases = [None] * n_experts if all_biases is None else all_biases.unbind()
         linears = [QuantLinear(w, kind, (n_out, n_in), b, self.work) for w, b in zip(matrices, biases, strict=True)]
-        return ExpertLinear(linears, None if scale is None else self.vector(scale).tolist())
+        return ExpertLinear(linears, all_biases, None if scale is None else self.vector(scale))
 
-    def _matrix(self, info: TensorInfo) -> tuple[Tensor, int | None]:
-        """The rows of a tensor on the device, [n_rows, row_bytes] uint8 of the returned type, or numbers if None."""
+    def _matrices(self, info: TensorInfo, n: int) -> tuple[Sequence[Tensor | Planes], int | None]:
+        """The n matrices of a tensor on the device: [n_rows, row_bytes] uint8 of the returned type, or their planes, or
+        numbers if the type is None."""
         n_in = info.shape[-1]
         n_rows = info.n_values // n_in
-        quantised = not self.compute.expand and info.type in SUPPORTED
-        held = info.n_bytes if quantised else info.n_values * self.compute.dtype.itemsize
-        with allocating(f"Loading {info.name}", held, self.compute.device):
-            if quantised:
-                weight = torch.empty(n_rows, info.n_bytes // n_rows, dtype=torch.uint8, device=self.compute.device)
+        compute, device = self.compute, self.compute.device
+        quantised = not compute.expand and info.type in SUPPORTED
+        kernels = compute.kernels if quantised and PLAIN.get(info.type) != compute.dtype else None
+        held = info.n_bytes if quantised else info.n_values * compute.dtype.itemsize
+        parts: list[Tensor | Planes]
+        with allocating(f"Loading {info.name}", held, device):
+            if not quantised:
+                weight = torch.empty(n_rows, n_in, dtype=compute.dtype, device=device)
             else:
-                weight = torch.empty(n_rows, n_in, dtype=self.compute.dtype, device=self.compute.device)
-            for row, raw in self._tiles(info, n_rows):
-                target = weight[row : row + raw.shape[0]]
-                if quantised:
-                    self._staging.send(raw, target)
-                else:
-                    target.copy_(self._on_host(raw, info.type))
+                weight = torch.empty(n_rows, info.n_bytes // n_rows, dtype=torch.uint8, device=device)
+            parts = list(weight.view(n, n_rows // n, -1).unbind())
+            if kernels is not None and kernels.multiplies(info.type, n_in):
+                planes = [Planes(part.view(-1), info.type, (n_rows // n, n_in)) for part in weight.view(n, -1)]
+                self._fill_planes(planes, info)
+                parts = [*planes]
+            else:
+                for row, raw in self._tiles(info, n_rows):
+                    target = weight[row : row + raw.shape[0]]
+                    if quantised:
+                        self._staging.send(raw, target)
+                    else:
+                        target.copy_(self._on_host(raw, info.type))
         self.device_bytes += weight.nbytes
         if info.type not in SUPPORTED:
             name = type_name(info.type)
             self._expanded[name] = self._expanded.get(name, 0) + held
-        return weight, info.type if quantised else None
+        return parts, info.type if quantised else None
+
+    def _fill_planes(self, planes: Sequence[Planes], info: TensorInfo) -> None:
+        """Send a tensor's rows to the device as they are in the file; the device takes their blocks apart."""
+        each = planes[0].n_rows
+        for row, raw in self._tiles(info, each * len(planes)):
+            here = torch.empty_like(raw, device=self.compute.device)
+            self._staging.send(raw, here)
+            done = 0
+            while done < len(here):
+                matrix, at = divmod(row + done, each)
+                n = min(len(here) - done, each - at)
+                planes[matrix].write(at, here[done : done + n])
+                done += n
 
     @property
     def notes(self) -> list[str]:

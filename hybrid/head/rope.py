@@ -7,6 +7,7 @@ by the same chain of float32 products that ggml uses: at a position in the thous
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,28 @@ from torch import Tensor
 from hybrid.model.spec import RopeSpec
 
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What the queries and keys of a batch are turned by, on the device."""
+
+    spec: RopeSpec
+    cos: Tensor
+    """[n_tokens, 1, n_dims / 2] float32, as `sin`."""
+    sin: Tensor
+    query_scale: Tensor | None
+    """[n_tokens, 1, 1] float32; None: queries are not scaled."""
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [n_tokens, heads, head_dim], turned."""
+        q, k = rotate(q, self.cos, self.sin, self.spec), rotate(k, self.cos, self.sin, self.spec)
+        return (q if self.query_scale is None else q * self.query_scale), k
+
+    def of(self, rows: slice) -> Rotation:
+        """Of these tokens."""
+        scale = None if self.query_scale is None else self.query_scale[rows]
+        return Rotation(self.spec, self.cos[rows], self.sin[rows], scale)
 
 
 class Rope:
@@ -46,6 +69,10 @@ class Rope:
         if self._mix is not None:
             scaled = scaled * (np.float32(1) - self._mix) + theta * self._mix
         return scaled
+
+    def rotation(self, positions: npt.NDArray[np.int64], device: torch.device) -> Rotation:
+        """Of tokens at these positions."""
+        return Rotation(self.spec, *self.cos_sin(positions, device), self.query_scale(positions, device))
 
     def query_scale(self, positions: npt.NDArray[np.int64], device: torch.device) -> Tensor | None:
         """What queries are multiplied by, [n_tokens, 1, 1] float32 on `device`; None where the spec scales none

@@ -31,15 +31,18 @@ class HeadPolicy:
     tile_values: int
     rows: int
     """Query tokens that attend at a time."""
+    temporaries: bool = True
+    """Whether making a tile takes memory beside it."""
 
 
 CPU = HeadPolicy(expand=True, value_bytes=4, tile_values=1 << 18, rows=128)
 ACCELERATOR = HeadPolicy(expand=False, value_bytes=2, tile_values=1 << 23, rows=256)
+CUDA = HeadPolicy(expand=False, value_bytes=2, tile_values=1 << 25, rows=256, temporaries=False)
 
 
 def policy(device: str) -> HeadPolicy:
     """The policy for a torch device string."""
-    return CPU if device.split(":")[0] == "cpu" else ACCELERATOR
+    return {"cpu": CPU, "cuda": CUDA}.get(device.split(":")[0], ACCELERATOR)
 
 
 def tensor_bytes(tensor: TensorInfo, device: str) -> int:
@@ -91,7 +94,7 @@ def workspace_bytes(spec: ModelSpec, placement: Placement) -> int:
         matrices.append(spec.output_tensor)
     tiled = [t.n_values for t in matrices if len(t.shape) > 1 and t.type in QUANTISED and t.type != BF16]
     values = min(how.tile_values, max(tiled, default=0))
-    return int(values * (how.value_bytes + TILE_TEMPORARY_BYTES))
+    return int(values * (how.value_bytes + (TILE_TEMPORARY_BYTES if how.temporaries else 0)))
 
 
 BF16 = 30

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid.head import attention
+from hybrid.head import attention, device
 from hybrid.head.activation import gelu
 from hybrid.head.dequant import SUPPORTED
 from hybrid.head.device import Compute
+from hybrid.head.kernels.formats import Planes
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear, Workspace
 from hybrid.head.memory import LiveBytes
@@ -50,6 +51,11 @@ def test_the_constants_are_the_heads_own() -> None:
             stated.value_bytes,
             stated.tile_values,
         )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device, "_matmul_dtype", lambda device: torch.float16)
+        patch.setattr(device.Kernels, "on", lambda device: None)
+        compute, cuda = Compute.on(torch.device("cuda")), head_size.CUDA
+    assert (compute.tile_values, compute.temporaries) == (cuda.tile_values, cuda.temporaries)
     assert (head_size.CPU.rows, head_size.ACCELERATOR.rows) == (attention.ROWS, attention.ROWS_ACCELERATOR)
     assert attention.CONVERT_BYTES == head_size.CONVERT_BYTES
     assert SUPPORTED == head_size.QUANTISED
@@ -164,6 +170,21 @@ def test_the_heads_bytes_on_a_real_model(rows: str, real_model: Path) -> None:
             assert close(ledger.vram_bytes, measured), (placement, ledger.vram_bytes, measured)
             tail = sum(llama_layer_kv_bytes(layer, placement) for layer in spec.layers[placement.n_gpu_layers :])
             assert in_host == sum(ledger.host.dynamic.kv) - tail + ledger.host.dynamic.staging
+
+
+@pytest.mark.parametrize("kind", sorted(SUPPORTED))
+@pytest.mark.parametrize("as_planes", [False, True])
+def test_on_cuda_torch_s_tiles_and_temporaries_take_no_more_than_a_kernel_s_tile(kind: int, as_planes: bool) -> None:
+    cpu = torch.device("cpu")
+    n_out, n_in = 512, 512
+    info = GGML_TYPES[kind]
+    for tile_values in (1 << 16, 1 << 20):  # the matrix in four tiles, or in a quarter of one
+        compute = Compute(cpu, torch.bfloat16, expand=False, tile_values=tile_values, temporaries=False)
+        weight = torch.ones(n_out, n_in // info.block * info.n_bytes, dtype=torch.uint8)
+        held = Planes(weight.view(-1), kind, (n_out, n_in)) if as_planes else weight
+        with torch.inference_mode(), LiveBytes() as count:
+            QuantLinear(held, kind, (n_out, n_in), None, Workspace(compute))(torch.zeros(1, n_in))
+        assert count.peak - 6 * (n_in + n_out) <= 2 * min(tile_values, n_out * n_in)
 
 
 @pytest.mark.parametrize("kind", sorted(SUPPORTED))

@@ -1,2 +1,6 @@
-"""Fast kernels for quantised products. None yet; each will stand behind `hybrid.head.linear.QuantLinear`, the one
-door through which the decoder multiplies by a weight."""
+"""Triton kernels for the quantised products and the attention of decode.
+
+`formats` is the table of block formats and needs no Triton; `choice` says what runs here and is the one door for the
+rest of the head. A family of kernels is a file: `matvec`, `tiles`, `attention`, `rope`. All of them have a counterpart
+in plain torch, which is their reference, and which computes wherever they cannot.
+"""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid.head.kv.bus import Moved
+from hybrid.head.rope import Rotation
 
 
 class KVCache(Protocol):
@@ -26,12 +27,14 @@ class KVCache(Protocol):
         positions: Tensor,
         seqs: Tensor,
         sinks: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """Store k, v at (seqs, positions) of `layer`, then attend causally (and within the layer's window).
 
         q [n_tokens, n_heads, head_dim_k], k [n_tokens, n_kv_heads, head_dim_k], v [n_tokens, n_kv_heads, head_dim_v],
-        all rotated already, on the head's device; positions, seqs [n_tokens] int64 *on the host*. `sinks` [n_heads]
-        float32 on the device: the score of a key that every query sees and whose value is zero.
+        on the head's device; positions, seqs [n_tokens] int64 *on the host*. `sinks` [n_heads]
+        float32 on the device: the score of a key that every query sees and whose value is zero. `rotation`: what q and
+        k have yet to be turned by; a strategy may do that while it stores k.
         The tokens of one sequence come in order and continue it. Returns [n_tokens, n_heads, head_dim_v].
         """
         ...

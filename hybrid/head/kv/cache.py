@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid.errors import BadRequestError
 from hybrid.head.attention import first_key
 from hybrid.head.device import allocating
+from hybrid.head.kernels.choice import Kernels
 from hybrid.head.kv.bus import Bus, Moved
 from hybrid.head.kv.device import DeviceLayer
 from hybrid.head.kv.host import HostSide
@@ -19,6 +20,7 @@ from hybrid.head.kv.rows import RowFormat
 from hybrid.head.kv.state import pack, unpack
 from hybrid.head.kv.stream import StreamedLayer, stage
 from hybrid.head.kv.tiered import TieredLayer
+from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.kv_size import kv_bytes_per_token
 from hybrid.schedule.kv_tiers import tiers
@@ -31,7 +33,7 @@ class LayeredKVCache:
     One sequence's tokens in a batch are at most n_batch: the rings of windowed layers count on it.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], placement: Placement, bus: Bus) -> None:
+    def __init__(self, layers: Sequence[LayerSpec], placement: Placement, bus: Bus, kernels: Kernels | None) -> None:
         """Raises OutOfMemoryError if it does not fit, on either side."""
         self.n_ctx, self.n_sequences = placement.n_ctx, placement.n_sequences
         self._bus = bus
@@ -47,6 +49,8 @@ class LayeredKVCache:
                 self.layers.append(StreamedLayer(spec, placement, bus))
             else:
                 self.layers.append(TieredLayer(spec, placement, tier, self._host))
+        for kv in self.layers:
+            kv.kernels = kernels
         streamed = [kv for kv in self.layers if isinstance(kv, StreamedLayer)]
         self._slots = stage(streamed, bus.device)
         self._next: list[LayerKV | None] = [
@@ -63,9 +67,10 @@ class LayeredKVCache:
         positions: Tensor,
         seqs: Tensor,
         sinks: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
         """See `KVCache.attend`. Raises BadRequestError if tokens do not continue their sequence or do not fit."""
-        return self.layers[layer].step(self._stretches(positions, seqs), q, k, v, sinks)
+        return self.layers[layer].step(self._stretches(positions, seqs), q, k, v, sinks, rotation)
 
     def prefetch(self, layer: int, positions: Tensor, seqs: Tensor) -> None:
         """See `KVCache.prefetch`."""
@@ -183,16 +188,21 @@ class LayeredKVCache:
 
 
 def open_cache(
-    layers: Sequence[LayerSpec], placement: Placement, device: torch.device, bus: Bus | None = None
+    layers: Sequence[LayerSpec],
+    placement: Placement,
+    device: torch.device,
+    bus: Bus | None = None,
+    kernels: Kernels | None = None,
 ) -> LayeredKVCache:
-    """The cache of these layers that `placement` asks for. Raises OutOfMemoryError if it does not fit."""
+    """The cache of these layers that `placement` asks for; with `kernels`, what can attends through them. Raises
+    OutOfMemoryError if it does not fit."""
     bus = bus or Bus(device)
     n_tokens = [tier.device for tier in tiers(layers, placement)]
     row_bytes = [placement.n_sequences * kv_bytes_per_token(layer, placement.kv_dtype) for layer in layers]
     n_bytes = sum(n * size for n, size in zip(n_tokens, row_bytes, strict=True))
     try:
         with allocating("The KV cache", n_bytes, device):
-            return LayeredKVCache(layers, placement, bus)
+            return LayeredKVCache(layers, placement, bus, kernels)
     except BaseException:
         bus.close()
         raise

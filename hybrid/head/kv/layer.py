@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hybrid.errors import BadRequestError
 from hybrid.head.attention import first_key
+from hybrid.head.kernels.choice import Kernels
 from hybrid.head.kv.ring import Empty, Ring, Rows, capacity
 from hybrid.head.kv.rows import RowFormat
+from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -40,13 +42,23 @@ class LayerKV:
         self.window = spec.window
         self.capacity = capacity(spec.window, placement)
         self.format = RowFormat(placement.kv_dtype)
+        self.kernels: Kernels | None = None
+        """Of the device, where it has any."""
         self.n_batch = placement.n_batch
         self.first = [0] * placement.n_sequences
         self.end = [0] * placement.n_sequences
 
     # -- what a strategy does ------------------------------------------------------------------------------------
 
-    def step(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def step(
+        self,
+        stretches: Sequence[Stretch],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
         """Store the k and v of a batch and attend: `KVCache.attend` for one layer. `stretches` cover the batch."""
         raise NotImplementedError
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from hybrid.head.attention import first_key
 from hybrid.head.kv.bus import Bus, Mark
-from hybrid.head.kv.device import attend_in
+from hybrid.head.kv.device import attend_in, store_in
 from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch
 from hybrid.head.kv.ring import Ring
+from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -65,7 +66,15 @@ class StreamedLayer(RingLayer):
         if self.slot.owner is None:
             self._fetch(self._seen(stretches))
 
-    def step(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def step(
+        self,
+        stretches: Sequence[Stretch],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
         """See `LayerKV.step`: attend in the buffer, and send the new rows to the host meanwhile."""
         slot, bus, seen = self.slot, self.bus, self._seen(stretches)
         if slot.owner is not self or self._staged != seen:
@@ -76,13 +85,12 @@ class StreamedLayer(RingLayer):
         try:
             for stretch in stretches:
                 self.append(stretch)
-                rows = stretch.rows
-                self._here.write(stretch.seq, stretch.p0, self.format.encode(k[rows]), self.format.encode(v[rows]))
+                turned = store_in(self._here, self, stretch, q, k, v, rotation)
                 bus.side.wait(bus.compute.mark())
                 for at, _ in self.ring.slices(stretch.p0, stretch.end):
                     bus.to_host(self.ring.k[stretch.seq, at], self._here.k[stretch.seq, at], bus.side)
                     bus.to_host(self.ring.v[stretch.seq, at], self._here.v[stretch.seq, at], bus.side)
-                out.append(attend_in(self._here, self, stretch, q[rows], sinks))
+                out.append(attend_in(self._here, self, stretch, turned, sinks))
         finally:
             slot.owner, slot.free = None, bus.compute.mark()
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from hybrid.head.attention import Block, Keys, attend_blocks, block_tokens, first_key
 from hybrid.head.kv.cpu_attention import merge
-from hybrid.head.kv.device import attend_in
+from hybrid.head.kv.device import attend_by_kernel, attend_in
 from hybrid.head.kv.host import HostSide
 from hybrid.head.kv.layer import LayerKV, Stretch
 from hybrid.head.kv.ring import Ring, Rows
+from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.kv_tiers import Tiers
 from hybrid.schedule.placement import Placement
@@ -38,8 +39,18 @@ class TieredLayer(LayerKV):
         self.far = Ring(spec, self.format, n, tier.host, self.bus.host)
         self.near = Ring(spec, self.format, n, tier.device, host.on_device) if tier.device else None
 
-    def step(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def step(
+        self,
+        stretches: Sequence[Stretch],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rotation: Rotation | None,
+    ) -> Tensor:
         """See `LayerKV.step`."""
+        if rotation is not None:
+            q, k = rotation(q, k)
         k, v = self.format.encode(k), self.format.encode(v)
         for stretch in stretches:
             self.append(stretch)
@@ -137,7 +148,11 @@ class TieredLayer(LayerKV):
         return merge(far, far_lse, near, near_lse)[0]
 
     def _near_part(self, stretch: Stretch, q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert self.near is not None
         lo = max(self.split[stretch.seq], first_key(stretch.p0, self.window))
+        found = attend_by_kernel(self.near, self, stretch, q, lo, sinks)
+        if found is not None:
+            return found
         return self._attend(q, stretch.p0, self._near_blocks(stretch, lo, stretch.end), sinks)
 
     def _streamed(self, stretch: Stretch, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
