@@ -333,7 +333,10 @@ def main() -> None:
     )
     title = f"{name}; PyTorch {torch.__version__}; copies reach {bench.copy_per_s / 1e9:.1f} GB/s"
     with torch.inference_mode():
-        rows = list(check(bench))
+        rows = []
+        for row in check(bench):
+            rows.append(row)
+            print(f"{row.part}: {row.what}{' WRONG' if row.ok is False else ''}", file=sys.stderr, flush=True)
     show(rows, title)
     if args.json:
         facts = {

@@ -50,7 +50,7 @@ def q4_0(layer: int, name: str) -> T:
 EIGHT_B_Q4 = Shape("8B Q4_K_M", 4, 4096, 32, 8, 128, 14336, q4_k_m)
 EIGHT_B_Q8 = Shape("8B Q8_0", 4, 4096, 32, 8, 128, 14336, q8_0)
 ONE_B = Shape("1B Q4_K_M", 8, 2048, 32, 8, 64, 8192, q4_k_m)
-TINY = Shape("tiny Q4_0", 2, 64, 2, 1, 32, 96, q4_0, n_vocab=0)
+TINY = Shape("tiny Q4_0", 1, 64, 2, 1, 32, 96, q4_0, n_vocab=0)
 
 
 def few_rows(kind: int, n_rows: int, n_in: int, seed: int = 0) -> np.ndarray:
