@@ -70,7 +70,7 @@ def variants(small: bool) -> list[Variant]:
     found += [tiles.variant(form, dtype) for form in FORMATS.values() for dtype in (torch.bfloat16, torch.float16)]
     for heads, n_tokens in shapes():
         few = small or attention.is_small(heads)
-        if attention.takes(heads, n_tokens, few):
+        if attention.takes(heads, n_tokens, few) and not (small and attention.is_small(heads)):
             found.append(attention.attend_variant(heads, n_tokens, heads.sinks, few))
         found.append(attention.merge_variant(heads))
         found.append(rope.variant(heads, heads.dim_k, neox=True, scaled=False))

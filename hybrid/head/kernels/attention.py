@@ -182,7 +182,8 @@ def merge_variant(heads: Heads) -> Variant:
 
 
 def is_small(heads: Heads) -> bool:
-    """Whether tensor cores are of no use: they round float32 off."""
+    """Whether tensor cores are of no use: they round float32 off. (Without them AMD's compiler spills on float32, so
+    there it is torch's.)"""
     return heads.dtype == torch.float32
 
 
@@ -208,6 +209,8 @@ def attend(
         spec.n_heads, spec.n_kv_heads, spec.head_dim_k, spec.head_dim_v, k.dtype, spec.attn_softcap != 0.0,
         sinks is not None,
     )  # fmt: skip
+    if small and is_small(heads):
+        return None
     small = small or is_small(heads)
     if not takes(heads, n, small):
         return None

@@ -39,7 +39,14 @@ def run(head: Head, tokens: np.ndarray, chunks: list[int]) -> np.ndarray:
     return np.concatenate(out)
 
 
-@pytest.mark.parametrize(("architecture", "strategy"), [("gemma3", "device"), ("llama", "stream"), ("llama", "tiered")])
+@pytest.mark.parametrize(
+    ("architecture", "strategy"),
+    [
+        pytest.param("gemma3", "device", marks=pytest.mark.slow),  # the interpreter is slow
+        ("llama", "stream"),
+        ("llama", "tiered"),
+    ],
+)
 def test_a_head_with_kernels_is_the_head_without(
     architecture: str, strategy: str, heads: Callable[..., Head], tmp_path: Path, device: torch.device
 ) -> None:
