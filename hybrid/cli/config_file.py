@@ -31,7 +31,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     try:
         with path.open("rb") as file:
             tables = tomllib.load(file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as e:
         why = getattr(e, "strerror", None) or e

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid import errors
-from hybrid.errors import BadFileError, Cancelled, EngineError, HybridError, UnsupportedError
+from hybrid.errors import BadFileError, Cancelled, EngineError, HybridError, OutOfMemoryError, UnsupportedError
 from hybrid.model.file import ModelFile
 from hybrid.schedule.machine_store import cache_dir
 from hybrid.tail.llama import LLAMA_CPP_PYTHON
@@ -147,11 +147,11 @@ def _talk(
 
 def _failure(path: Path, task: dict[str, Any], kind: str, message: str) -> HybridError:
     """What the process itself raised."""
-    if kind == errors.OutOfMemoryError.__name__:  # of what a description may need, which no other placement changes
+    known: type[HybridError] = getattr(errors, kind, EngineError)
+    if issubclass(known, OutOfMemoryError):  # of what a description may need, which no other placement changes
         return BadFileError(
             f"{path} cannot be used: llama.cpp needs more than {task['memory_bytes'] >> 20} MiB for its metadata alone."
         )
-    known: type[HybridError] = getattr(errors, kind, EngineError)
     return known(message)
 
 

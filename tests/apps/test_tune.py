@@ -329,7 +329,9 @@ def test_the_command_measures_for_real(model: Path, tmp_path: Path) -> None:
     assert facts["emulated"]
     assert facts["vram_budget_bytes"] == 64 * MIB
     assert len(facts["trials"]) >= 1
-    assert all(trial["failure"] is None for trial in facts["trials"])
+    finished = [trial for trial in facts["trials"] if trial["failure"] is None]
+    assert finished
+    assert all(trial["failure"]["kind"] == "too slow" for trial in facts["trials"] if trial not in finished)
     winner = facts["candidates"][facts["best"]]
     assert winner["verdict"] == "best"
     assert winner["measured_least_s"] <= winner["measured_s"] <= winner["measured_most_s"]
@@ -339,7 +341,7 @@ def test_the_command_measures_for_real(model: Path, tmp_path: Path) -> None:
     assert table.returncode == 0, table.stderr
     assert "emulated" in table.stdout
     assert "Use" in table.stdout
-    assert f"and {len(facts['trials'])} earlier" in table.stdout
+    assert f"and {len(finished)} earlier" in table.stdout
     bad = hybrid("tune", str(model), "--threads", "lots")
     assert (bad.returncode, len(bad.stderr.strip().splitlines())) == (2, 1)
 

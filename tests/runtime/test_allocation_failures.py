@@ -31,7 +31,7 @@ KV: dict[str, dict[str, Any]] = {
     "device": {},
     "stream": {"kv": "stream", "kv_keep_sliding": False},
     "attend": {"kv": "attend", "kv_keep_sliding": False},
-    "tiered": {"kv": "tiered", "kv_budget": 8 << 10, "kv_keep_sliding": False},
+    "tiered": {"kv": "tiered", "kv_budget": 4 << 10, "kv_keep_sliding": False},
 }
 
 

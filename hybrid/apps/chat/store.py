@@ -87,7 +87,7 @@ class Store:
         """Make what is stored equal `conversation`, whose messages before `first` have not changed. On return it is on
         the disk. A conversation that is new here gets its `id`, and is open in this process."""
         with self._transaction():
-            now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+            now = datetime.now().astimezone().isoformat(timespec="microseconds")
             values = (conversation.title, conversation.model, conversation.system, now)
             if conversation.id is None:
                 row = self._db.execute(
