@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from hybrid.prefix import common_prefix
 from hybrid.schedule.placement import Placement
 
 FailureKind = Literal[
@@ -201,5 +202,5 @@ class Spread:
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     """Index of the first token that differs in what both made; None where there is none."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), None)
+    n = common_prefix(ours, theirs)
+    return n if n < min(len(ours), len(theirs)) else None

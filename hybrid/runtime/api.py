@@ -13,6 +13,7 @@ from hybrid.errors import BadRequestError
 from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
+from hybrid.prefix import common_prefix
 from hybrid.runtime.arguments import stop_strings
 from hybrid.runtime.batch import Batch, Finished, Task
 from hybrid.runtime.completion import Completion, Stream
@@ -374,8 +375,7 @@ class Hybrid(LlamaAPI):
 
 def _common(prompts: Sequence[tuple[int, ...]]) -> int:
     """How many tokens all of them begin with."""
-    first, last = min(prompts), max(prompts)
-    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return common_prefix(min(prompts), max(prompts))
 
 
 def _spelled(vocabulary: Vocabulary, token: int) -> str:

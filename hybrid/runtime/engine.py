@@ -12,6 +12,7 @@ import numpy as np
 from hybrid.errors import BadRequestError, Cancelled, EngineError
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
+from hybrid.prefix import common_prefix
 from hybrid.runtime.boundary import Parcel
 from hybrid.runtime.pipeline import Chunk, Logits, Pipeline
 from hybrid.runtime.worker import Job
@@ -86,11 +87,7 @@ class Engine(Pipeline):
         has moved on), the sequence is emptied and 0 returned: right instead of fast.
         """
         old = self._tokens[seq]
-        keep = 0
-        for ours, theirs in zip(old, tokens[:-1], strict=False):
-            if ours != theirs:
-                break
-            keep += 1
+        keep = common_prefix(old, tokens[:-1])
         return self.trim(keep, seq) if keep < len(old) else keep
 
     def trim(self, n: int, seq: int = 0) -> int:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from rich.cells import cell_len
 
+from hybrid.prefix import common_prefix
+
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 BEGIN, END = "\x1b[?2026h", "\x1b[?2026l"
 """Synchronised output: a terminal that knows it shows nothing in between."""
@@ -32,7 +34,7 @@ class LiveLines:
         columns, rows = self._size()
         new, old = list(lines) or [""], self._lines
         resized = bool(old) and columns != self._columns
-        first = 0 if resized else _differing(old, new)
+        first = 0 if resized else common_prefix(old, new)
         if not resized and first == len(old) == len(new):
             return
         out = BEGIN
@@ -68,11 +70,3 @@ class LiveLines:
     def _height(self, line: str, columns: int) -> int:
         """Rows that a line takes once the terminal has become narrower."""
         return max(1, -(-cell_len(ESCAPES.sub("", line)) // max(1, columns)))
-
-
-def _differing(old: Sequence[str], new: Sequence[str]) -> int:
-    """The first index at which they differ."""
-    for i, (a, b) in enumerate(zip(old, new, strict=False)):
-        if a != b:
-            return i
-    return min(len(old), len(new))
