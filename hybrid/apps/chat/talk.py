@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +12,7 @@ from hybrid.apps.chat.reasoning import OPEN, Piece, Reasoning
 from hybrid.apps.chat.states import StateFolder
 from hybrid.apps.chat.store import Store
 from hybrid.errors import BadRequestError, HybridError
+from hybrid.prefix import common_prefix
 
 if TYPE_CHECKING:
     from hybrid import Completion, Hybrid, Stream
@@ -163,16 +164,15 @@ class Talk:
         """Give the model the conversation's KV state where there is one; returns a sentence about it."""
         if self.conversation.id is None or not self.conversation.live:
             return ""
-        n_prompt = self._n_prompt()
+        prompt = self.model.chat_tokens(self.conversation.prompt())
         try:
             if self.states is None:
                 raise BadRequestError("it was not saved")
-            n_tokens = self.states.restore(str(self.conversation.id), self.model)
+            self.states.restore(str(self.conversation.id), self.model)
         except BadRequestError as e:
-            return f"Its {n_prompt:,} tokens will be read again with your next message: no saved KV state ({e})."
-        prompt, held = self.model.chat_tokens(self.conversation.prompt()), self.model.engine.tokens()
-        kept = next((i for i, (ours, theirs) in enumerate(zip(prompt, held, strict=False)) if ours != theirs), n_tokens)
-        return f"Its KV state was restored: {min(kept, n_prompt):,} of {n_prompt:,} tokens need not be read again."
+            return f"Its {len(prompt):,} tokens will be read again with your next message: no saved KV state ({e})."
+        kept = common_prefix(prompt, self.model.engine.tokens())
+        return f"Its KV state was restored: {kept:,} of {len(prompt):,} tokens need not be read again."
 
     def use(self, model: Hybrid, name: str) -> None:
         """Go on with another model; what was said is read again by it."""
@@ -227,11 +227,9 @@ class Talk:
 
     def _answer(self, asking: Asking, at: int) -> Generator[Piece, None, None]:
         """Answer the messages before `at`; the answer takes the place of those from there on."""
-        conversation, model = self.conversation, self.model
+        conversation = self.conversation
         given = [message for message in conversation.messages[:at] if not message.archived]
-        tokens = model.chat_tokens(conversation.prompt(given))
-        reasoning = Reasoning(begun=model.detokenize(tokens[-8:]).rstrip().endswith(OPEN))
-        stream = model.generate(tokens, stream=True, **{**self.options, "stop": model.chat_template.stop})
+        reasoning, stream = self._begin(conversation.prompt(given), self.options)
         parts: list[str] = []
         try:
             for text in asking.follow(stream):
@@ -283,10 +281,8 @@ class Talk:
     def _compact(self, asking: Asking) -> Generator[Piece, None, None]:
         conversation, model = self.conversation, self.model
         cut = find_cut(conversation, model.n_ctx, lambda prompt: len(model.chat_tokens(prompt)) if prompt else 0)
-        tokens = model.chat_tokens(cut.prompt)
-        reasoning = Reasoning(begun=model.detokenize(tokens[-8:]).rstrip().endswith(OPEN))
         how = {**self.options, "temperature": 0.0, "max_tokens": cut.max_tokens, "grammar": None}
-        stream = model.generate(tokens, stream=True, **{**how, "stop": model.chat_template.stop})
+        reasoning, stream = self._begin(cut.prompt, how)
         pieces = [piece for text in asking.follow(stream) for piece in reasoning.push(text)]
         summary = "".join(p.text for p in [*pieces, *reasoning.finish()] if p.kind == "text").strip()
         if asking.cancelled:
@@ -303,6 +299,13 @@ class Talk:
             f"{n_messages} messages became this summary (they are kept, see /export); the conversation has "
             f"{self._n_prompt():,} tokens instead of {before:,}:\n{summary}",
         )
+
+    def _begin(self, prompt: Sequence[dict[str, str]], options: Mapping[str, Any]) -> tuple[Reasoning, Stream]:
+        """Let the model continue `prompt`: its stream, and what tells thinking from speaking in it. (Some templates
+        open the thinking themselves.)"""
+        model, tokens = self.model, self.model.chat_tokens(prompt)
+        reasoning = Reasoning(begun=model.detokenize(tokens[-8:]).rstrip().endswith(OPEN))
+        return reasoning, model.generate(tokens, stream=True, **{**options, "stop": model.chat_template.stop})
 
     def _append(self, message: Message) -> None:
         messages = self.conversation.messages
