@@ -24,7 +24,7 @@ from hybrid.cli.options import (
     placement_options,
     sampling_options,
 )
-from hybrid.cli.session import checked_text, emit, open_session, read_form, read_prompt
+from hybrid.cli.session import Notes, checked_text, emit, open_session, read_form, read_prompt
 from hybrid.cli.units import Bytes
 from hybrid.errors import BadRequestError
 
@@ -157,8 +157,8 @@ class _Loader:
 
     def __init__(self, options: Mapping[str, Any], progress: ProgressBar) -> None:
         self._options, self._progress = options, progress
+        self._notes = Notes(progress)
         self.model: Hybrid | None = None
-        self._said = 0
 
     def load(self, name: str, changes: Mapping[str, Any]) -> Hybrid:
         """Load a model; the one before must have been closed."""
@@ -173,17 +173,14 @@ class _Loader:
             )
         finally:
             self._progress.clear()
-        self._said = 0
+        self._notes = Notes(self._progress)
         self.say_notes()
         return self.model
 
     def say_notes(self) -> None:
         """Print the model's notes that were not printed yet, on stderr."""
-        self._progress.clear()
-        notes = [] if self.model is None else self.model.notes
-        for note in notes[self._said :]:
-            click.echo(note, err=True)
-        self._said = len(notes)
+        if self.model is not None:
+            self._notes.say(self.model)
 
 
 def _open_store() -> tuple[Store, str]:

@@ -20,20 +20,32 @@ if TYPE_CHECKING:
     from hybrid import Completion, Hybrid, Stream
 
 
+class Notes:
+    """What a model notes, on stderr, each line once."""
+
+    def __init__(self, progress: ProgressBar) -> None:
+        self._progress = progress
+        self._said = 0
+
+    def say(self, model: Hybrid) -> None:
+        """Print those that were not printed yet."""
+        self._progress.clear()
+        for note in model.notes[self._said :]:
+            click.echo(printable(note), err=True)
+        self._said = len(model.notes)
+
+
 class Session:
     """A loaded model and the terminal beside it."""
 
     def __init__(self, model: Hybrid, progress: ProgressBar) -> None:
         self.model = model
         self.progress = progress
-        self._said = 0
+        self._notes = Notes(progress)
 
     def say_notes(self) -> None:
         """Print the model's notes that were not printed yet, on stderr."""
-        self.progress.clear()
-        for note in self.model.notes[self._said :]:
-            click.echo(printable(note), err=True)
-        self._said = len(self.model.notes)
+        self._notes.say(self.model)
 
 
 @contextmanager
