@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from hybrid import _native
 from hybrid.errors import Cancelled, HybridError
 from hybrid.tail.llama import LogMark, lib
-from hybrid.tail.unloaded import LOAD_MODE_NONE, cpu_params
+from hybrid.tail.unloaded import LOAD_MODE_NONE, cpu_params, load_files
 from hybrid.tail.virtual_gguf import VirtualGGUF
 
 POLL_S = 0.05
@@ -61,14 +60,7 @@ def open_files(
     params = cpu_params() if gpu_layers == 0 else lib().llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
-    names = [os.fsencode(path) for path in paths]
-
-    def load() -> int | None:
-        if len(names) == 1:
-            return _handle(lib().llama_model_load_from_file(names[0], params))
-        return _handle(lib().llama_model_load_from_splits((ctypes.c_char_p * len(names))(*names), len(names), params))
-
-    return _load(load, params, f"load {paths[0].name}", progress, cancelled)
+    return _load(lambda: load_files(paths, params), params, f"load {paths[0].name}", progress, cancelled)
 
 
 def open_virtual(

@@ -20,7 +20,7 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.schedule.limits import usable_cores
 from hybrid.tail.llama import LogMark, lib
-from hybrid.tail.unloaded import LOAD_MODE_NONE, cpu_params, unloaded
+from hybrid.tail.unloaded import LOAD_MODE_NONE, cpu_params, load_files, unloaded
 from hybrid.tail.virtual_gguf import FLOAT32, UINT32, VirtualGGUF, VirtualTensor, scalar_record, string, tensor_bytes
 
 N_TRIED = 32
@@ -172,13 +172,8 @@ def _try_token(file: ModelFile, log: _Log) -> None:
     params = cpu_params()
     params.use_extra_bufts = False  # weights in another order would be a copy
     mark = log.mark()
-    paths = [os.fsencode(shard.path) for shard in file.shards]
-    if len(paths) == 1:
-        model = lib().llama_model_load_from_file(paths[0], params)
-    else:
-        names = (ctypes.c_char_p * len(paths))(*paths)
-        model = lib().llama_model_load_from_splits(names, len(paths), params)
-    if not model:
+    model = load_files([shard.path for shard in file.shards], params)
+    if model is None:
         raise mark.error(f"load {file.path.name}")
     context = _context(model, 256, mark, usable_cores())
     token = (ctypes.c_int32 * 1)(max(0, lib().llama_vocab_bos(lib().llama_model_get_vocab(model))))

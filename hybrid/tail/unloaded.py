@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import fsencode
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid import _native
@@ -26,6 +28,16 @@ def cpu_params() -> Any:
     params.split_mode = SPLIT_MODE_NONE
     params.main_gpu = NO_GPU
     return params
+
+
+def load_files(paths: Sequence[Path], params: Any) -> int | None:
+    """The handle of a llama_model from a file, or from all shards of one; None where llama.cpp says no."""
+    names = [fsencode(path) for path in paths]
+    if len(names) == 1:
+        handle = lib().llama_model_load_from_file(names[0], params)
+    else:
+        handle = lib().llama_model_load_from_splits((ctypes.c_char_p * len(names))(*names), len(names), params)
+    return int(handle) if handle else None
 
 
 @contextmanager
