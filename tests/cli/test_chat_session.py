@@ -76,8 +76,11 @@ def long_tiny(tmp_path: Path) -> Path:
     return write_tiny(tmp_path / "long.gguf", n_layers=4, n_ctx=1 << 15)
 
 
-def test_ctrl_c_stops_an_answer_and_twice_leaves(long_tiny: Path, environment: dict[str, str]) -> None:
-    with Window(long_tiny, "-t", "1", "-s", "1", "-c", "30000", env=environment) as window:
+def test_ctrl_c_stops_an_answer_and_twice_leaves(long_tiny: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    endless = tmp_path / "endless.gbnf"  # a random model ends an answer at any token, perhaps before it is stopped
+    endless.write_text("root ::= [a-z ]{900}")
+    options = ("-t", "1", "-s", "1", "-c", "30000", "--grammar", endless)
+    with Window(long_tiny, *options, env=environment) as window:
         window.prompt()
         for _ in range(2):
             window.type("Hello\r")
