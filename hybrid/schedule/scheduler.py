@@ -17,7 +17,7 @@ from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.limits import available_ram, usable_cores
-from hybrid.schedule.own_offload import asked_layers, auto_layers, checked_engine
+from hybrid.schedule.own_offload import asked_layers, auto_layers, checked_engine, own_candidates
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, KVDtype, KVStrategy, Placement
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
 from hybrid.schedule.sequences import with_sequences
@@ -110,9 +110,12 @@ def plan(spec: ModelSpec, request: Request, profile: Profile | None = None) -> P
     if layers is None and engine == "auto":
         own, why = auto_layers(spec, base, request.vram_reserve)
         notes += [why] * bool(why)
-    if layers is None:
-        layers = 0 if own else _auto_layers(spec, base, device, request, cores, profile, notes)
     base = replace(base, llama_gpu_layers=own, offload_kqv=own > 0 and request.offload_kqv)
+    if layers is None and own == 0:
+        found = _auto_placement(spec, base, device, request, cores, profile, notes)
+        base = replace(base, llama_gpu_layers=found.llama_gpu_layers, offload_kqv=found.offload_kqv)
+        layers, own = found.n_gpu_layers, found.llama_gpu_layers
+    layers = layers or 0
     base = with_batch(replace(base, n_gpu_layers=layers), spec, request.n_batch, request.n_ubatch)
     if layers and base.device == "cpu":
         notes.append(EMULATED)
@@ -276,7 +279,7 @@ def _context(spec: ModelSpec, base: Placement, asked: int | None, notes: list[st
     return n_ctx
 
 
-def _auto_layers(
+def _auto_placement(
     spec: ModelSpec,
     base: Placement,
     device: str | None,
@@ -284,45 +287,74 @@ def _auto_layers(
     cores: int,
     profile: Profile | None,
     notes: list[str],
-) -> int:
+) -> Placement:
     """What was measured to be quickest, of what fits both memories now, or else as many layers as the Ledger says fit;
-    and one line why."""
-    if device is None:
-        notes.append("No GPU that PyTorch can use: all layers run on the CPU in llama.cpp.")
-        return 0
+    and one line why. Only its layers, and whose they are, are chosen here."""
     if base.kv == "tiered" and base.kv_budget is None:
         base = replace(base, kv_budget=0)  # layers first; what they leave is the cache's
     free = total = None
-    if device != "cpu":
+    if device not in (None, "cpu"):
         free, total = _vram(device)
     budget = Budget(vram_bytes=None if free is None else free - request.vram_reserve, ram_bytes=ram_budget())
-    known = profile is not None and profile.records
+    records = () if profile is None else profile.records
     splits = sorted(find_splits(spec).allowed, reverse=True)
-    if device == "cpu" and not known:
-        splits = splits[-1:]  # k = 0
+    if device is None or (device == "cpu" and not records):
+        splits = [0]
     fitting: list[Placement] = []
     for k in splits:
-        chunked = with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch)
-        placement = with_threads(chunked, spec, cores)
+        placement = _at(spec, base, k, request, cores)
         if k == 0 or budget.shortfall(ledger_of(spec, placement)) is None:
             fitting.append(placement)
-            if not known:
+            if not records:
                 break
     chosen, measured = fitting[-1] if device == "cpu" else fitting[0], ""
-    if profile is not None and known:
+    if profile is not None and records:
+        if request.engine == "auto" and request.device is None and base.kv == "device":
+            fitting += _measured_own(spec, _at(spec, base, 0, request, cores), request, profile)
         chosen, measured = _by_measurement(spec, fitting, chosen, profile)
+    notes.append(_why(spec, chosen, device, request.vram_reserve, free, total, measured))
+    return chosen
+
+
+def _at(spec: ModelSpec, base: Placement, k: int, request: Request, cores: int) -> Placement:
+    """The placement with k layers in the head, and the chunks and threads that go with them."""
+    return with_threads(with_batch(replace(base, n_gpu_layers=k), spec, request.n_batch, request.n_ubatch), spec, cores)
+
+
+def _measured_own(spec: ModelSpec, alone: Placement, request: Request, profile: Profile) -> list[Placement]:
+    """What llama.cpp may keep on its own GPU now, where that was ever measured."""
+    gpus = facts.gpus()
+    if not gpus or not any(record.placement.llama_gpu_layers for record in profile.records):
+        return []
+    budget = Budget(vram_bytes=max(0, gpus[0].free_bytes - request.vram_reserve), ram_bytes=ram_budget())
+    return [p for p in own_candidates(spec, alone, budget) if request.offload_kqv or not p.offload_kqv]
+
+
+def _why(
+    spec: ModelSpec,
+    chosen: Placement,
+    device: str | None,
+    reserve: int,
+    free: int | None,
+    total: int | None,
+    measured: str,
+) -> str:
+    """One line on what `auto` chose."""
+    if chosen.llama_gpu_layers:
+        n = min(chosen.llama_gpu_layers, spec.n_layers)
+        return f"{n} of {spec.n_layers} layers on llama.cpp's own GPU (--engine llama.cpp): {measured}."
+    if device is None:
+        return "No GPU that PyTorch can use: all layers run on the CPU in llama.cpp."
     k = chosen.n_gpu_layers
     if free is None or total is None:
         why = measured or "an emulated GPU is never faster than llama.cpp (-ngl sets another k)"
-        notes.append(f"{k} of {spec.n_layers} layers on the emulated GPU: {why}.")
-        return k
-    used, kept = ledger_of(spec, chosen).vram_bytes, f"{mib(request.vram_reserve)} of it kept for the desktop"
+        return f"{k} of {spec.n_layers} layers on the emulated GPU: {why}."
+    used, kept = ledger_of(spec, chosen).vram_bytes, f"{mib(reserve)} of it kept for the desktop"
     why = f"; {measured}" if measured else ""
-    notes.append(
+    return (
         f"{k} of {spec.n_layers} layers on {device}: {used / 2**30:.1f} of {free / 2**30:.1f} GiB free ({kept}, "
         f"{total / 2**30:.1f} GiB in all){why}."
     )
-    return k
 
 
 def _by_measurement(

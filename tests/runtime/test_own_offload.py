@@ -15,6 +15,7 @@ from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule import own_offload, scheduler
 from hybrid.schedule.machine import Gpu
+from hybrid.schedule.profile import Profile, Record
 from hybrid.schedule.scheduler import Request, plan
 from hybrid.tail.context import context_params
 
@@ -95,3 +96,34 @@ def test_auto_gives_llama_cpp_what_cannot_be_split_where_it_fits(
 def test_senseless_requests_are_refused(spec: ModelSpec, request_: dict[str, Any]) -> None:
     with pytest.raises(BadRequestError, match="must be"):
         plan(spec, Request(n_ctx=64, **request_))
+
+
+@pytest.mark.usefixtures("with_gpu")
+@pytest.mark.parametrize("torch_has_a_gpu", [True, False])
+def test_auto_takes_llama_cpps_own_layers_where_they_were_measured_to_be_quicker(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, torch_has_a_gpu: bool
+) -> None:
+    gpu = Gpu(device="cuda:0", name="x", total_bytes=8 * GIB, free_bytes=8 * GIB)
+    monkeypatch.setattr(own_offload.facts, "gpus", lambda: (gpu,))
+    monkeypatch.setattr(scheduler, "_gpu", lambda: "cuda" if torch_has_a_gpu else None)
+
+    def measured(tok_per_s: float, **request: Any) -> Record:
+        placement = plan(spec, Request(n_ctx=64, **request)).placement
+        return Record(placement=placement, source="run", at="2026-01-01", depth=32, decode_s=(1 / tok_per_s,))
+
+    def layers(*records: Record, **request: Any) -> tuple[int, int]:
+        found = plan(spec, Request(n_ctx=64, **request), Profile(records=records))
+        if found.placement.llama_gpu_layers:
+            assert any("llama.cpp's own GPU" in note and "measured" in note for note in found.notes)
+        return found.placement.n_gpu_layers, found.placement.llama_gpu_layers
+
+    ours = 4 if torch_has_a_gpu else 0
+    mine = measured(30, n_gpu_layers=ours)
+    quick, slow = (measured(speed, engine="llama.cpp", n_gpu_layers=3) for speed in (50, 10))
+    assert layers(mine) == (ours, 0)
+    assert layers(mine, quick) == (0, 3)
+    assert layers(mine, slow) == (ours, 0)
+    assert layers(mine, quick, engine="hybrid") == (ours, 0)  # what was asked for otherwise stays
+    assert layers(mine, quick, kv="attend") == (ours, 0)
+    monkeypatch.setattr(own_offload.facts, "gpus", lambda: (replace(gpu, free_bytes=GIB // 4),))
+    assert layers(mine, quick)[1] == 0  # it no longer fits
