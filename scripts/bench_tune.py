@@ -55,6 +55,8 @@ from scripts.simulated import KINDS, Outcome, Simulated, machine, quantile, sear
 
 MIB = 1 << 20
 N_CTX, DEPTH = 512, 192
+TURNS = 8
+"""The winner and the best of the sweep are run so often, each time one after the other: a machine may drift."""
 OBJECTIVES: tuple[Objective, ...] = ("latency", "ttft")
 OUT_OF_MEMORY = ("out of memory", "out of RAM", "killed")
 START = time.perf_counter()
@@ -204,7 +206,7 @@ def compare(name: str, objective: Objective, budget: int, swept: list[Swept], re
     trials = list(report.trials)
     if key(best) != key(winner):
         pairs = []
-        for turn in range(4):
+        for turn in range(TURNS):
             order = (winner, best) if turn % 2 == 0 else (best, winner)
             both = {p: again(report, p) for p in order}
             trials += both.values()
