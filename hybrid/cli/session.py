@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybrid.cli.options import PLACEMENT, pick
-from hybrid.cli.printable import printable
 from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
+from hybrid.printable import printable
 
 if TYPE_CHECKING:
     from hybrid import Completion, Hybrid, Stream
