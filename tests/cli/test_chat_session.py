@@ -37,9 +37,9 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
         window.say("And of Italy?")
         third = window.say("Thanks!")
         again = window.say("/retry")
-        answer = lambda shown: shown.split("tokens (")[0].splitlines()[1:-1]  # noqa: E731
+        answer = lambda shown: shown.split(" tokens · ")[0].splitlines()[1:-1]  # noqa: E731
         assert answer(again)[-1:] == answer(third)[-1:]
-        assert "1 new" in " ".join(again.split())
+        assert "read 1, reused" in " ".join(again.split())
         assert "notes.txt was added" in window.say(f"/file {tmp_path / 'notes.txt'}")
         assert "Saved as trip" in window.say("/save trip")
         window.prompt()
@@ -65,7 +65,7 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
     with Window(*options, "--resume", "trip", env=environment) as window:
         window.expect("Its KV state was restored")
         shown = " ".join(window.say("And what colour is it?").split())
-        new = int(shown.split("(prompt ")[1].split(" new")[0])
+        new = int(shown.split(" · read ")[1].split(", reused")[0])
         assert new < 40
         assert window.leave() == 0
 

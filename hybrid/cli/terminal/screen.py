@@ -138,6 +138,11 @@ class Screen:
         self._dim = not (plain or dumb) and sys.stderr.isatty()
         self._before_output = before_output
 
+    @property
+    def width(self) -> int | None:
+        """Columns for the program's own words; None where no terminal shows them."""
+        return _size(sys.stderr)[0] if sys.stderr.isatty() else None
+
     def answer(self, asking: Asking) -> None:
         """Draw an answer while it is made. Ctrl-C stops it; pressed again it is raised. Raises what iterating does."""
         painter: Painter = PlainPainter(self) if self.plain else RichPainter(self)
@@ -161,8 +166,7 @@ class Screen:
     def say(self, text: str) -> None:
         """The program's own words: dim, and on stderr, so that a redirected stdout holds the answers alone."""
         self._before_output()
-        if sys.stderr.isatty():
-            width = _size(sys.stderr)[0]
+        if (width := self.width) is not None:
             text = "\n".join(_fitted(line, width) for line in CONTROL.sub("\ufffd", text).split("\n"))
         sys.stderr.write(f"{DIM}{text}{PLAIN}\n" if self._dim else text + "\n")
         sys.stderr.flush()
