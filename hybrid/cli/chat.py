@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from hybrid.apps.chat.store import Store
     from hybrid.cli.progress import ProgressBar
 
+TUNING = ("device", "engine", "n_batch", "vram_reserve")
+"""Options that bound what `/tune` tries, too."""
 HUNG_UP = 129
 """128 + SIGHUP: the terminal was closed."""
 
@@ -136,7 +138,8 @@ def _converse(model: str | None, system: str | None, options: dict[str, Any], fo
                 states=states,
                 on_full=options["on_full"],
             )
-            chat = TerminalChat(talk, screen, loader.load)
+            tuning = {**pick(TUNING, options), "threads": options["n_threads"]}
+            chat = TerminalChat(talk, screen, loader.load, tuning)
             where = loaded.placement
             screen.say(f"{loaded.model_path.stem}, {where.where}.\n/help lists the commands, Ctrl-D leaves.")
             screen.say(f"{trouble}\n" if trouble else "")

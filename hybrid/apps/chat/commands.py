@@ -12,6 +12,7 @@ from hybrid.apps.chat import facts, settings
 from hybrid.apps.chat.conversation import Conversation
 from hybrid.apps.chat.export import export
 from hybrid.apps.chat.talk import Asking, Talk
+from hybrid.apps.commands import arguments
 from hybrid.errors import BadRequestError, HybridError
 
 if TYPE_CHECKING:
@@ -246,11 +247,12 @@ class Commands:
     def _reload(self, name: str, load: Callable[[], Hybrid]) -> Outcome:
         """Free the model and load another in its place; where that fails, the old one again."""
         talk, old = self.talk, self.talk.conversation.model
+        as_it_was = arguments(talk.model.placement)
         talk.model.close()
         try:
             model = load()
         except (HybridError, KeyboardInterrupt) as e:
-            talk.use(self.desk.load(old, {}), old)
+            talk.use(self.desk.load(old, as_it_was), old)
             raise BadRequestError(f"{str(e).rstrip('.') or 'Interrupted'}; {old} was loaded again.") from e
         talk.use(model, name)
         again = " What was said is read again with your next message." if talk.conversation.live else ""
