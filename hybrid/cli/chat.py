@@ -89,7 +89,9 @@ def command(
     elif system_file is not None:
         system = read_prompt(None, system_file)
     form = read_form(options)
-    if prompt is None and sys.stdin.isatty() and not as_json:
+    if prompt is None and sys.stdin.isatty():
+        if as_json:
+            raise click.UsageError("--json is for one message: give it with -p TEXT or on stdin")
         sys.exit(_converse(model, system, options, form))
     if options["resume_last"] or options["resume"] is not None:
         raise click.UsageError("--continue and --resume are for a chat at a terminal")
@@ -129,7 +131,9 @@ def _converse(model: str | None, system: str | None, options: dict[str, Any], fo
         with silent_keyboard():  # what is typed while the model loads waits for the prompt
             loaded = loader.load(name, {})
         try:
-            states = StateFolder(Path(platformdirs.user_cache_dir("hybrid")) / "states", options["state_limit"])
+            # A store that forgets has numbers of its own, which are others' in the folder.
+            folder = Path(platformdirs.user_cache_dir("hybrid")) / "states"
+            states = None if trouble else StateFolder(folder, options["state_limit"])
             talk = Talk(
                 loaded,
                 conversation,

@@ -223,6 +223,37 @@ def test_a_message_that_cannot_be_saved_is_not_half_there(
     assert [content for _, content in said(chat)] == ["hi", " You said hi", "he", " You said he"]
 
 
+def test_an_answer_that_could_not_be_saved_is_saved_on_leaving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = chat_with(FakeModel())
+    save, broken = chat.talk.store.save, [True]
+
+    def sometimes(conversation: Conversation, first: int) -> None:
+        if broken[0] and conversation.messages[-1].role == "assistant":
+            raise BadRequestError("The disk is full.")
+        save(conversation, first)
+
+    monkeypatch.setattr(chat.talk.store, "save", sometimes)
+    chat.take("hi")
+    assert "The disk is full." in capsys.readouterr().err
+    id = chat.talk.conversation.id
+    assert id is not None
+    assert len(chat.talk.store.load(id).messages) == 1
+    assert "is not saved: The disk is full." in chat.talk.leave()
+    broken[0] = False
+    assert chat.talk.leave() == ""
+    assert chat.talk.store.load(id) == chat.talk.conversation
+
+
+def test_a_summary_that_is_no_shorter_takes_no_turns_place(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(FakeModel(says=lambda text: "word " * 30 if "Summarize" in text else "yes"))
+    chat.take("hi")
+    chat.take("/compact")
+    assert "no shorter" in capsys.readouterr().err
+    assert said(chat) == [("user", "hi"), ("assistant", " yes")]
+
+
 def test_settings_change_how_the_next_answer_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     model = FakeModel()
     chat = chat_with(model)

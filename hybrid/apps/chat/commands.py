@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.apps.chat import facts, settings
-from hybrid.apps.chat.conversation import Conversation
+from hybrid.apps.chat.conversation import TITLE_LENGTH, Conversation, one_line
 from hybrid.apps.chat.export import export
 from hybrid.apps.chat.talk import Asking, Talk
 from hybrid.apps.commands import arguments
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 LISTED = 20
 """Conversations that `/list` shows."""
+LISTED_LENGTH = 54
+"""Characters of each, such that its line fits 80 columns."""
 MOST_DOCUMENT_BYTES = 256 << 20
 
 
@@ -143,8 +145,7 @@ class Commands:
 
     def _undo(self, _: str) -> Outcome:
         message = self.talk.undo()
-        what = message.info.get("name") or " ".join(message.content.split())
-        return Outcome(f"Taken back: {what if len(what) <= 60 else what[:59] + '…'}")
+        return Outcome(f"Taken back: {one_line(message.info.get('name') or message.content, TITLE_LENGTH)}")
 
     def _clear(self, _: str) -> Outcome:
         old = self.talk.conversation
@@ -201,8 +202,8 @@ class Commands:
         rows = []
         for entry in entries:
             here = "*" if entry.id == self.talk.conversation.id else " "
-            name = f"{entry.name}: " if entry.name else ""
-            rows.append(f"{here}{entry.id:>4}  {entry.updated[:16].replace('T', ' ')}  {name}{entry.title}")
+            what = one_line(f"{entry.name}: {entry.title}" if entry.name else entry.title, LISTED_LENGTH)
+            rows.append(f"{here}{entry.id:>4}  {entry.updated[:16].replace('T', ' ')}  {what}")
         return Outcome("\n".join(rows))
 
     def _export(self, argument: str) -> Outcome:
