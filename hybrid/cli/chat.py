@@ -200,9 +200,10 @@ def _open_store() -> tuple[Store, str]:
     path = Path(platformdirs.user_data_dir("hybrid")) / "conversations.sqlite3"
     try:
         return Store(path), ""
-    except (OSError, BadFileError) as e:
-        why = getattr(e, "strerror", None) or str(e).rstrip(".")
-        return Store(None), f"This conversation is not saved: {why} ({path})."
+    except OSError as e:
+        return Store(None), f"This conversation is not saved: {e.strerror} ({path})."
+    except BadFileError as e:
+        return Store(None), f"This conversation is not saved. {e}"
 
 
 def _choose(store: Store, options: Mapping[str, Any], say: Any) -> Conversation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,9 @@ class Commands:
 
     def _save(self, name: str) -> Outcome:
         self.talk.store.rename(self.talk.conversation, _wanted(name, "/save NAME"))
-        return Outcome(f"Saved as {name}; `hybrid chat --resume {name}` goes on with it.")
+        if self.talk.store.path is None:
+            return Outcome(f"It is called {name} until you leave; this conversation is not saved (/export writes it).")
+        return Outcome(f"Saved as {name}; `hybrid chat --resume {shlex.quote(name)}` goes on with it.")
 
     def _load(self, name: str) -> Outcome:
         store = self.talk.store

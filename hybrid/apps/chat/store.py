@@ -219,7 +219,9 @@ class Store:
         try:
             yield
         except (sqlite3.Error, TypeError, ValueError) as e:
-            raise BadFileError(f"The conversations in {self.path} cannot be read or written: {e}.") from e
+            damaged = getattr(e, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            hint = "; with that file moved away, a new one is begun" * damaged
+            raise BadFileError(f"The conversations in {self.path} cannot be read or written: {e}{hint}.") from e
 
 
 def _make_private(path: Path) -> None:
