@@ -1,8 +1,9 @@
-"""The command line that runs a placement."""
+"""What runs a placement: the command line, and the arguments in Python."""
 
 from __future__ import annotations
 
 import shlex
+from typing import Any
 
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule.limits import usable_cores
@@ -40,6 +41,25 @@ def flags(p: Placement, spec: ModelSpec, cores: int) -> list[str]:
     if p.n_threads_tail != cores:
         words += ["-t", str(p.n_threads_tail)]
     return words
+
+
+def arguments(p: Placement) -> dict[str, Any]:
+    """The arguments of `Hybrid` that give `p`: every one that says what runs where, as by default or not."""
+    own = p.llama_gpu_layers > 0
+    return {
+        "n_gpu_layers": p.n_offloaded,
+        "device": p.device if p.n_gpu_layers else None,
+        "n_ctx": p.n_ctx,
+        "n_batch": p.n_batch,
+        "n_ubatch": p.n_ubatch,
+        "n_threads": p.n_threads_tail,
+        "kv": p.kv,
+        "kv_dtype": p.kv_dtype,
+        "kv_budget": p.kv_budget,
+        "kv_keep_sliding": p.kv_keep_sliding,
+        "engine": "llama.cpp" if own else "hybrid",
+        "offload_kqv": p.offload_kqv or not own,
+    }
 
 
 def _layers(p: Placement, spec: ModelSpec) -> list[str]:

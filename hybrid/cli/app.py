@@ -15,8 +15,8 @@ import click
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.clash import check_package
-from hybrid.cli.printable import printable
 from hybrid.errors import HybridError
+from hybrid.printable import printable
 
 COMMANDS = {
     "chat": "Chat with a model.",

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from hybrid.apps.chat.store import Store
     from hybrid.cli.progress import ProgressBar
 
+TUNING = ("device", "engine", "n_batch", "vram_reserve")
+"""Options that bound what `/tune` tries, too."""
 HUNG_UP = 129
 """128 + SIGHUP: the terminal was closed."""
 
@@ -87,7 +89,9 @@ def command(
     elif system_file is not None:
         system = read_prompt(None, system_file)
     form = read_form(options)
-    if prompt is None and sys.stdin.isatty() and not as_json:
+    if prompt is None and sys.stdin.isatty():
+        if as_json:
+            raise click.UsageError("--json is for one message: give it with -p TEXT or on stdin")
         sys.exit(_converse(model, system, options, form))
     if options["resume_last"] or options["resume"] is not None:
         raise click.UsageError("--continue and --resume are for a chat at a terminal")
@@ -127,7 +131,9 @@ def _converse(model: str | None, system: str | None, options: dict[str, Any], fo
         with silent_keyboard():  # what is typed while the model loads waits for the prompt
             loaded = loader.load(name, {})
         try:
-            states = StateFolder(Path(platformdirs.user_cache_dir("hybrid")) / "states", options["state_limit"])
+            # A store that forgets has numbers of its own, which are others' in the folder.
+            folder = Path(platformdirs.user_cache_dir("hybrid")) / "states"
+            states = None if trouble else StateFolder(folder, options["state_limit"])
             talk = Talk(
                 loaded,
                 conversation,
@@ -136,7 +142,8 @@ def _converse(model: str | None, system: str | None, options: dict[str, Any], fo
                 states=states,
                 on_full=options["on_full"],
             )
-            chat = TerminalChat(talk, screen, loader.load)
+            tuning = {**pick(TUNING, options), "threads": options["n_threads"]}
+            chat = TerminalChat(talk, screen, loader.load, tuning)
             where = loaded.placement
             screen.say(f"{loaded.model_path.stem}, {where.where}.\n/help lists the commands, Ctrl-D leaves.")
             screen.say(f"{trouble}\n" if trouble else "")
@@ -193,9 +200,10 @@ def _open_store() -> tuple[Store, str]:
     path = Path(platformdirs.user_data_dir("hybrid")) / "conversations.sqlite3"
     try:
         return Store(path), ""
-    except (OSError, BadFileError) as e:
-        why = getattr(e, "strerror", None) or str(e).rstrip(".")
-        return Store(None), f"This conversation is not saved: {why} ({path})."
+    except OSError as e:
+        return Store(None), f"This conversation is not saved: {e.strerror} ({path})."
+    except BadFileError as e:
+        return Store(None), f"This conversation is not saved. {e}"
 
 
 def _choose(store: Store, options: Mapping[str, Any], say: Any) -> Conversation:

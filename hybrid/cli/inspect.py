@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from hybrid.cli.options import json_option, model_argument
-from hybrid.cli.printable import printable
+from hybrid.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybrid.cli.options import PLACEMENT, pick
-from hybrid.cli.printable import printable
 from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
+from hybrid.printable import harmless, printable
 
 if TYPE_CHECKING:
     from hybrid import Completion, Hybrid, Stream
@@ -148,7 +148,7 @@ def emit(session: Session, stream: Stream, *, as_json: bool, max_tokens: int | N
         text = piece.lstrip() if chat and not begun else piece
         begun = begun or bool(text)
         if text and not as_json:
-            sys.stdout.write(text)
+            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
             last = text
     session.say_notes()

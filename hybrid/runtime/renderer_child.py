@@ -16,6 +16,7 @@ from typing import IO
 
 from jinja2 import Template
 
+from hybrid.printable import printable
 from hybrid.runtime.jinja import environment
 
 KEPT_TEMPLATES = 8
@@ -66,8 +67,7 @@ def _answer(requests: IO[bytes]) -> dict[str, str]:
 
 def _words(error: Exception) -> str:
     """What it says, as one short line that no terminal obeys."""
-    words = " ".join(str(error).split())[:SHOWN]
-    return "".join(c if c.isprintable() else "?" for c in words) or type(error).__name__
+    return printable(" ".join(str(error).split())[:SHOWN]) or type(error).__name__
 
 
 @lru_cache(KEPT_TEMPLATES)

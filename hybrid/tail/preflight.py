@@ -26,6 +26,7 @@ from typing import Any
 from hybrid import errors
 from hybrid.errors import BadFileError, Cancelled, EngineError, HybridError, OutOfMemoryError, UnsupportedError
 from hybrid.model.file import ModelFile
+from hybrid.printable import printable
 from hybrid.schedule.machine_store import cache_dir
 from hybrid.tail.llama import LLAMA_CPP_PYTHON
 
@@ -179,4 +180,4 @@ def _last_words(words: str) -> str:
     telling = [line for line in lines if re.search(r"GGML_ASSERT|what\(\):|Error: |: error", line)]
     line = (telling or lines or ["it said nothing"])[-1]
     line = re.sub(r"^/\S*/([\w.-]+:\d+: )", r"\1", line)  # where somebody once compiled it
-    return "".join(c if c.isprintable() else "?" for c in line)[:SHOWN].rstrip(" .")
+    return printable(line)[:SHOWN].rstrip(" .")

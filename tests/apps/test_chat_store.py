@@ -127,6 +127,24 @@ def test_a_failed_write_changes_nothing(store: Store) -> None:
     assert store.load(conversation.id or 0) == before
 
 
+def test_what_could_not_be_written_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.apps.chat.store.PATIENCE_S", 0.01)
+    store, other = Store(tmp_path / "c.sqlite3"), sqlite3.connect(tmp_path / "c.sqlite3", isolation_level=None)
+    conversation = Conversation("m", None, [])
+    for i, message in enumerate([*HI, *HI, Message("user", "and then?")]):
+        conversation.messages.append(message)
+        if i in (0, 2, 3):
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(BadFileError, match="locked"):
+                store.save(conversation, i)
+            other.execute("ROLLBACK")
+        else:
+            store.save(conversation, i)
+    assert store.load(conversation.id or 0) == conversation
+    other.close()
+    store.close()
+
+
 def test_only_its_owner_can_read_it(store: Store) -> None:
     store.save(Conversation("m", None, [*HI]), 0)
     assert store.path is not None
@@ -138,7 +156,7 @@ def test_only_its_owner_can_read_it(store: Store) -> None:
 def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "conversations.sqlite3"
     path.write_bytes(content)
-    with pytest.raises(BadFileError, match=r"conversations\.sqlite3"):
+    with pytest.raises(BadFileError, match=r"conversations\.sqlite3 .* moved away, a new one is begun"):
         Store(path)
     assert path.read_bytes() == content
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import pytest
 
-from hybrid.apps.commands import command
+from hybrid.apps.commands import arguments, command
 from hybrid.cli.options import PLACEMENT, pick
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule import own_offload
@@ -43,28 +43,37 @@ def at(**fields: Any) -> Placement:
     return with_threads(p, SPEC, threads)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"n_gpu_layers": 0, "device": "cpu"},
-        {"n_gpu_layers": 6},
-        {"n_batch": 64},
-        {"n_batch": 512},
-        {"n_gpu_layers": 6, "n_batch": 128},
-        {"n_batch": 256, "n_ubatch": 32},
-        {"threads": usable_cores() + 3},
-        {"kv": "attend", "kv_dtype": "q8_0"},
-        {"kv": "stream", "kv_keep_sliding": False},
-        {"kv": "tiered", "kv_budget": 3_000_000, "n_batch": 32},
-        {"n_sequences": 4, "n_batch": 64},
-        {"n_sequences": 2, "n_draft": 5, "kv_dtype": "f32"},
-        {"n_sequences": 3, "n_gpu_layers": 0},
-    ],
-)
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"n_gpu_layers": 0, "device": "cpu"},
+    {"n_gpu_layers": 6},
+    {"n_batch": 64},
+    {"n_batch": 512},
+    {"n_gpu_layers": 6, "n_batch": 128},
+    {"n_batch": 256, "n_ubatch": 32},
+    {"threads": usable_cores() + 3},
+    {"kv": "attend", "kv_dtype": "q8_0"},
+    {"kv": "stream", "kv_keep_sliding": False},
+    {"kv": "tiered", "kv_budget": 3_000_000, "n_batch": 32},
+    {"n_sequences": 4, "n_batch": 64},
+    {"n_sequences": 2, "n_draft": 5, "kv_dtype": "f32"},
+    {"n_sequences": 3, "n_gpu_layers": 0},
+]
+"""In which a placement may differ from one that is as by default."""
+
+
+@pytest.mark.parametrize("fields", FIELDS)
 def test_the_command_gives_the_placement_back(fields: dict[str, Any]) -> None:
     p = at(**fields)
     assert planned(command("my model.gguf", p, SPEC), SPEC) == p
+
+
+@pytest.mark.parametrize("fields", [fields for fields in FIELDS if "n_sequences" not in fields])
+def test_the_arguments_give_it_back_too_whatever_a_chat_was_started_with(fields: dict[str, Any]) -> None:
+    started = {"n_gpu_layers": 2, "device": "cpu", "n_ctx": 77, "n_batch": 48, "n_ubatch": 16, "n_threads": 9}
+    started |= {"kv": "tiered", "kv_dtype": "bf16", "kv_budget": 1_000_000, "kv_keep_sliding": False}
+    p = at(**fields)
+    assert plan(SPEC, Request(**{**started, **arguments(p)})).placement == p
 
 
 def test_what_is_as_by_default_is_not_spelled_out() -> None:
@@ -79,3 +88,4 @@ def test_llama_cpps_own_layers_are_asked_of_its_engine(monkeypatch: pytest.Monke
         line = command("m.gguf", p, SPEC)
         assert "--engine llama.cpp" in line
         assert planned(line, SPEC) == p
+        assert plan(SPEC, Request(**arguments(p))).placement == p

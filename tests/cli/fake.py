@@ -1,13 +1,21 @@
-"""A stand-in for a loaded model: echoes the last message, word by word. For what is the chat's own logic."""
+"""A stand-in for a loaded model, which echoes the last message word by word, and a chat with it. For what is the chat's
+own logic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hybrid.apps.chat.conversation import Conversation
+from hybrid.apps.chat.store import Store
+from hybrid.apps.chat.talk import Talk
+from hybrid.cli.terminal.chat import TerminalChat
+from hybrid.cli.terminal.screen import Screen
 from hybrid.errors import BadRequestError
 from hybrid.runtime.completion import Completion, Memory, Timings
 from hybrid.schedule.placement import Placement
@@ -92,3 +100,61 @@ class FakeModel:
 
     def close(self) -> None:
         self.closed = True
+
+
+class Lines:
+    """A person who types these lines and then Ctrl-D; an exception among them is raised."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        self._lines = list(lines)
+
+    def read(self) -> str:
+        if not self._lines:
+            raise EOFError
+        line = self._lines.pop(0)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+def chat_with(
+    model: FakeModel,
+    *,
+    system: str | None = None,
+    store: Store | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    **how: Any,
+) -> TerminalChat:
+    def load(name: str, changes: Mapping[str, Any]) -> FakeModel:
+        if name == "broken":
+            raise BadRequestError("It is broken.")
+        return FakeModel()
+
+    talk = Talk(model, Conversation("fake", system), store or Store(None), options={"max_tokens": None}, **how)  # type: ignore[arg-type]
+    return TerminalChat(talk, Screen(), load, tuning)  # type: ignore[arg-type]
+
+
+def talk(model: FakeModel, *lines: str | BaseException, **how: Any) -> TerminalChat:
+    chat = chat_with(model, **how)
+    chat.run(Lines(*lines))
+    return chat
+
+
+def said(chat: TerminalChat) -> list[tuple[str, str]]:
+    """What is in the conversation, and just so in the store."""
+    conversation = chat.talk.conversation
+    if conversation.id is not None:
+        assert chat.talk.store.load(conversation.id).messages == conversation.messages
+    return [(m.role, m.content) for m in conversation.messages]
+
+
+def press_at(word: int) -> Any:
+    """Ctrl-C before the answer's word of that number, once."""
+    count = [0]
+
+    def press(stream: FakeStream) -> None:
+        count[0] += 1
+        if count[0] == word:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return press

@@ -5,70 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hybrid.apps.chat.conversation import Conversation
-from hybrid.apps.chat.store import Store
-from hybrid.apps.chat.talk import Talk
-from hybrid.cli.terminal.chat import TerminalChat
-from hybrid.cli.terminal.screen import Screen
 from hybrid.errors import BadRequestError
-from tests.cli.fake import FakeModel, FakeStream
-
-
-class Lines:
-    """A person who types these lines and then Ctrl-D; an exception among them is raised."""
-
-    def __init__(self, *lines: str | BaseException) -> None:
-        self._lines = list(lines)
-
-    def read(self) -> str:
-        if not self._lines:
-            raise EOFError
-        line = self._lines.pop(0)
-        if isinstance(line, BaseException):
-            raise line
-        return line
-
-
-def chat_with(model: FakeModel, *, system: str | None = None, store: Store | None = None, **how: Any) -> TerminalChat:
-    def load(name: str, changes: Mapping[str, Any]) -> FakeModel:
-        if name == "broken":
-            raise BadRequestError("It is broken.")
-        return FakeModel()
-
-    talk = Talk(model, Conversation("fake", system), store or Store(None), options={"max_tokens": None}, **how)  # type: ignore[arg-type]
-    return TerminalChat(talk, Screen(), load)  # type: ignore[arg-type]
-
-
-def talk(model: FakeModel, *lines: str | BaseException, **how: Any) -> TerminalChat:
-    chat = chat_with(model, **how)
-    chat.run(Lines(*lines))
-    return chat
-
-
-def said(chat: TerminalChat) -> list[tuple[str, str]]:
-    """What is in the conversation, and just so in the store."""
-    conversation = chat.talk.conversation
-    if conversation.id is not None:
-        assert chat.talk.store.load(conversation.id).messages == conversation.messages
-    return [(m.role, m.content) for m in conversation.messages]
-
-
-def press_at(word: int) -> Any:
-    """Ctrl-C before the answer's word of that number, once."""
-    count = [0]
-
-    def press(stream: FakeStream) -> None:
-        count[0] += 1
-        if count[0] == word:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    return press
+from tests.cli.fake import FakeModel, FakeStream, Lines, chat_with, press_at, said, talk
 
 
 def test_every_turn_sends_the_whole_conversation_and_stdout_holds_the_answers_alone(
@@ -96,7 +39,10 @@ def test_commands_are_obeyed_and_not_sent(capsys: pytest.CaptureFixture[str]) ->
 def test_the_line_after_an_answer_has_what_it_took_and_quiet_leaves_it_out(capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(FakeModel())
     chat.take("hi")
-    assert "3 tokens (prompt 0 new, 1 reused) · first 0.25 s · context 4/100 · layers 2/4" in capsys.readouterr().err
+    assert (
+        "3 tokens · read 0, reused 1 · first 0.25 s · context 4/100 · layers 2/4 · VRAM 0 MiB (emulated) · RAM 1 MiB"
+        in capsys.readouterr().err
+    )
     chat.screen.quiet = True
     chat.take("hi")
     assert capsys.readouterr().err.strip() == ""
@@ -277,6 +223,37 @@ def test_a_message_that_cannot_be_saved_is_not_half_there(
     assert [content for _, content in said(chat)] == ["hi", " You said hi", "he", " You said he"]
 
 
+def test_an_answer_that_could_not_be_saved_is_saved_on_leaving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = chat_with(FakeModel())
+    save, broken = chat.talk.store.save, [True]
+
+    def sometimes(conversation: Conversation, first: int) -> None:
+        if broken[0] and conversation.messages[-1].role == "assistant":
+            raise BadRequestError("The disk is full.")
+        save(conversation, first)
+
+    monkeypatch.setattr(chat.talk.store, "save", sometimes)
+    chat.take("hi")
+    assert "The disk is full." in capsys.readouterr().err
+    id = chat.talk.conversation.id
+    assert id is not None
+    assert len(chat.talk.store.load(id).messages) == 1
+    assert "is not saved: The disk is full." in chat.talk.leave()
+    broken[0] = False
+    assert chat.talk.leave() == ""
+    assert chat.talk.store.load(id) == chat.talk.conversation
+
+
+def test_a_summary_that_is_no_shorter_takes_no_turns_place(capsys: pytest.CaptureFixture[str]) -> None:
+    chat = chat_with(FakeModel(says=lambda text: "word " * 30 if "Summarize" in text else "yes"))
+    chat.take("hi")
+    chat.take("/compact")
+    assert "no shorter" in capsys.readouterr().err
+    assert said(chat) == [("user", "hi"), ("assistant", " yes")]
+
+
 def test_settings_change_how_the_next_answer_is_made(capsys: pytest.CaptureFixture[str]) -> None:
     model = FakeModel()
     chat = chat_with(model)
@@ -323,44 +300,6 @@ def test_an_export_is_markdown_or_json_and_replaces_nothing_unasked(
     assert list(tmp_path.iterdir()) == [path]
     chat.take(f"/export -f {path}")
     assert "You said hi" in path.read_text()
-
-
-def test_another_model_takes_the_conversation_over_and_a_broken_one_does_not(
-    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = FakeModel()
-    chat = chat_with(model)
-    chat.take("hi")
-    chat.take("/model /nowhere.gguf")
-    assert not model.closed
-    chat.take(f"/model {tiny}")
-    assert model.closed
-    assert chat.talk.conversation.model == str(tiny)
-    monkeypatch.setattr("hybrid.model.catalog.resolve_model", lambda name: tiny)
-    chat.take("/model broken")
-    assert chat.talk.conversation.model == str(tiny)
-    assert "It is broken; " in capsys.readouterr().err
-    chat.take("ho")
-    assert len(said(chat)) == 4
-
-
-def test_tuning_reloads_with_the_winner(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeModel()
-    chat = chat_with(model)
-    loaded: list[tuple[str, Mapping[str, Any]]] = []
-
-    def load(name: str, changes: Mapping[str, Any]) -> FakeModel:
-        assert model.closed  # its memory is free by now
-        loaded.append((name, changes))
-        return FakeModel()
-
-    monkeypatch.setattr(chat, "load", load)
-    monkeypatch.setattr(chat, "tune", lambda path, name, placement: {"n_gpu_layers": 3})
-    chat.take("hi")
-    chat.take("/tune")
-    assert loaded == [("fake", {"n_gpu_layers": 3})]
-    chat.take("ho")
-    assert len(said(chat)) == 4
 
 
 def test_ctrl_c_ends_a_command_and_not_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:

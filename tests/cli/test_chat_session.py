@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from hybrid.model.catalog import catalog
-from tests.cli.window import Window
+from tests.cli.window import TmuxWindow, Window
 from tests.tiny import write_tiny
 
 
@@ -21,13 +22,19 @@ def smollm() -> Path:
     return entry.path
 
 
+@pytest.fixture(params=[Window, TmuxWindow], ids=["emulated", "tmux"])
+def terminal(request: pytest.FixtureRequest) -> type[Window]:
+    kind: type[Window] = request.param
+    return kind
+
+
 @pytest.mark.real
 def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
-    smollm: Path, environment: dict[str, str], tmp_path: Path
+    terminal: type[Window], smollm: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    options = (smollm, "--temp", "0", "-n", "32", "-c", "1024", "--system", "You are a helpful assistant.")
+    options = (smollm, "--temp", "0", "-n", "16", "-c", "1024", "--system", "You are a helpful assistant.")
     (tmp_path / "notes.txt").write_text("The boat is called Anna. It is red and leaves at nine.\n")
-    with Window(*options, env=environment) as window:
+    with terminal(*options, env=environment) as window:
         window.expect("Ctrl-D leaves")
         first = " ".join(window.say("What is the capital of France?").split())
         assert "The capital of France is Paris." in first
@@ -37,9 +44,9 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
         window.say("And of Italy?")
         third = window.say("Thanks!")
         again = window.say("/retry")
-        answer = lambda shown: shown.split("tokens (")[0].splitlines()[1:-1]  # noqa: E731
+        answer = lambda shown: shown.split(" tokens · ")[0].splitlines()[1:-1]  # noqa: E731
         assert answer(again)[-1:] == answer(third)[-1:]
-        assert "1 new" in " ".join(again.split())
+        assert "read 1, reused" in " ".join(again.split())
         assert "notes.txt was added" in window.say(f"/file {tmp_path / 'notes.txt'}")
         assert "Saved as trip" in window.say("/save trip")
         window.prompt()
@@ -47,10 +54,10 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
         window.expect("Tell a long story about it.")
         before = window.text
         window.until(lambda: len(window.text) > len(before) + 20, "the beginning of an answer")
-        window.child.kill(signal.SIGKILL)
+        window.kill(signal.SIGKILL)
         assert window.end() == -signal.SIGKILL
 
-    with Window(*options, "--continue", env=environment) as window:
+    with terminal(*options, "--continue", env=environment) as window:
         window.expect("trip: 8 messages")
         window.expect("will be read again with your next message")
         window.expect("Your last message has no answer yet")
@@ -62,10 +69,10 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
     for words in ("# trip", "Paris", "And of Italy?", "## User: notes.txt", "It is red and leaves at nine.", "Anna"):
         assert words in text
 
-    with Window(*options, "--resume", "trip", env=environment) as window:
+    with terminal(*options, "--resume", "trip", env=environment) as window:
         window.expect("Its KV state was restored")
         shown = " ".join(window.say("And what colour is it?").split())
-        new = int(shown.split("(prompt ")[1].split(" new")[0])
+        new = int(shown.split(" · read ")[1].split(", reused")[0])
         assert new < 40
         assert window.leave() == 0
 
@@ -95,6 +102,38 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(long_tiny: Path, environment: d
         window.expect("Ctrl-C again")
         window.type("\x03")
         assert window.end() == 130
+
+
+def test_an_answer_is_whole_whatever_becomes_of_its_window(
+    terminal: type[Window], long_tiny: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    words = [f"w{i:04}" for i in range(1000)]
+    blocks = []
+    for i in range(0, len(words), 40):  # paragraphs, and code of more lines than some of the windows have
+        paragraph, code = " ".join(words[i : i + 15]), "\\n".join(words[i + 15 : i + 40])
+        blocks.append(f"{paragraph}\\n\\n```\\n{code}\\n```\\n\\n")
+    told = tmp_path / "told.gbnf"
+    told.write_text(f'root ::= "{"".join(blocks)}"')
+    with terminal(long_tiny, "-t", "1", "-c", "30000", "--grammar", told, env=environment) as window:
+        window.prompt()
+        window.type("Hello\r")
+        for n, size in enumerate([(60, 20), (110, 30), (70, 12), (100, 40), (45, 15)], 1):
+            window.expect(words[24 * n])
+            window.resize(*size)
+        window.expect(words[150])
+        window.type("\x03")
+        window.expect("stopped · ")
+        shown = re.findall("w[0-9]{4}", window.prompt())
+        end = int(shown[-1][1:]) + 1
+        assert shown[-15:] == words[end - 15 : end]
+        if terminal is TmuxWindow:  # it keeps what leaves the screen where it becomes smaller
+            assert sorted(set(shown)) == words[:end]
+        window.resize(80, 24)
+        window.type("half a line")
+        window.resize(50, 30)
+        window.expect("> half a line")
+        window.type(" and more\r")
+        window.expect("w0000 w0001")
 
 
 def test_pastes_quotes_and_wide_characters_are_one_message(tiny: Path, environment: dict[str, str]) -> None:
@@ -153,7 +192,7 @@ def test_two_windows_have_conversations_of_their_own(tiny: Path, environment: di
 def test_a_closed_terminal_ends_the_chat_and_leaves_the_conversation(tiny: Path, environment: dict[str, str]) -> None:
     with Window(tiny, "-t", "1", "-s", "1", "-n", "2", env=environment) as window:
         window.say("Hello")
-        window.child.kill(signal.SIGHUP)
+        window.kill(signal.SIGHUP)
         assert window.end() == 129
     with Window(tiny, "-t", "1", "--continue", env=environment) as window:
         window.expect("“Hello”: 2 messages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import random
+import re
 import termios
 from pathlib import Path
 from typing import Literal
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 
 from hybrid.cli.terminal import keyboard
 from hybrid.cli.terminal.lines import LineReader, _open_quotes
-from hybrid.cli.terminal.live import LiveLines
+from hybrid.cli.terminal.live import LiveLines, _where_goes_on
 from hybrid.cli.terminal.markdown import MarkdownStream, render
 from hybrid.cli.terminal.pastes import Pastes
 from hybrid.cli.terminal.screen import RichPainter, Screen
+from hybrid.cli.terminal.thoughts import FOLDED_LINES, ThoughtStream, wrapped
 
 TEXT = """\
 # A heading
@@ -75,7 +77,7 @@ class Terminal:
 def stream(terminal: Terminal, pieces: list[str], monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     markdown = MarkdownStream(LiveLines(terminal.write, terminal.size), lambda: terminal.size()[0], None)
     for piece in pieces:
-        markdown._next_at = 0  # draw at every piece, however quickly they come
+        markdown._pace.next_at = 0  # draw at every piece, however quickly they come
         markdown.push(piece)
     markdown.finish()
 
@@ -136,8 +138,20 @@ def test_the_answer_survives_a_terminal_that_is_resized() -> None:
     terminal.screen.resize(20, 30)
     live.show(["first line", "second line", "third line", "fourth"])
     assert terminal.shown == ["first line", "second line", "third line", "fourth"]
-    live.clear()
-    assert terminal.shown == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(8, 90), st.integers(8, 90), st.floats(0, 1))
+def test_after_a_resize_it_goes_on_where_what_has_left_the_screen_ends(before: int, after: int, share: float) -> None:
+    old, new = (render(TEXT, width, None) for width in (before, after))
+    gone = old[: round(share * (len(old) - 1))]
+    first = _where_goes_on(gone, new)
+    words = lambda lines: re.findall(r"\w+", "".join(line.strip(" ─━") + " " * (len(line) < 5) for line in lines))  # noqa: E731
+    assert first == 0 or gone
+    above = "".join(words(gone))
+    assert "".join(words(new)).startswith(above[: len("".join(words(new[:first])))])
+    assert len(above) >= len("".join(words(new[:first])))  # nothing is left out
+    assert len(above) <= len("".join(words(new[: first + 1]))) or first == len(new) - 1  # at most a line is there twice
 
 
 @settings(max_examples=60, deadline=None)
@@ -166,6 +180,7 @@ def test_thoughts_are_shown_as_they_come_and_then_folded_away_or_kept(
     monkeypatch.setattr("hybrid.cli.terminal.screen._size", terminal.size)
     painter = RichPainter(screen)
     for i in range(30):
+        painter._thoughts._pace.next_at = 0
         painter.think(f"thought {i} \x1b[2J")
     assert "thought 29" in terminal.shown[-1]
     assert (len(terminal.shown) < 6) == (thinking == "fold")
@@ -177,6 +192,18 @@ def test_thoughts_are_shown_as_they_come_and_then_folded_away_or_kept(
     else:
         assert "thought 0" in terminal.shown[0]
         assert terminal.shown[-2:] == ["", "Yes."]
+
+
+def test_thoughts_in_wide_characters_take_their_lines_and_no_others() -> None:
+    terminal = Terminal(30, 20)
+    thoughts = ThoughtStream(LiveLines(terminal.write, terminal.size), lambda: 30, fold=True)
+    for i in range(60):
+        thoughts._pace.next_at = 0
+        thoughts.push("我们先想一想" + "\n" * (i % 20 == 19))
+        assert len(terminal.shown) <= FOLDED_LINES + 1
+    assert wrapped("我们先想一想", 7) == ["我们先", "想一想"]
+    thoughts.finish("Done.")
+    assert terminal.shown == ["▸ Done."]
 
 
 def test_a_long_paste_is_a_few_words_on_the_line_and_whole_in_the_message() -> None:

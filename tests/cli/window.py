@@ -1,13 +1,19 @@
-"""A chat in a terminal window that a test types into and looks at."""
+"""A chat in a terminal window that a test types into and looks at: an emulated one, and one of tmux."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pexpect
 import pyte
+import pytest
 
 from tests.cli.conftest import HYBRID
 
@@ -44,12 +50,16 @@ class Window:
         """Read what the program writes until that is there."""
         deadline = time.monotonic() + self.patience_s
         while not there():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not self._read():
                 raise AssertionError(f"never came: {what}\n{self.text}")
-            try:
-                self._stream.feed(self.child.read_nonblocking(65536, timeout=self.patience_s))
-            except (pexpect.EOF, pexpect.TIMEOUT) as e:
-                raise AssertionError(f"ended before {what}:\n{self.text}") from e
+
+    def _read(self) -> bool:
+        """Wait for more of what the program writes; False where no more comes."""
+        try:
+            self._stream.feed(self.child.read_nonblocking(65536, timeout=self.patience_s))
+        except (pexpect.EOF, pexpect.TIMEOUT):
+            return False
+        return True
 
     def expect(self, words: str) -> None:
         """Until these words are shown, wherever lines were broken."""
@@ -77,13 +87,19 @@ class Window:
         self.type("\x04")
         return self.end()
 
+    def resize(self, columns: int, rows: int) -> None:
+        """Drag its corner; the system tells the program (SIGWINCH)."""
+        self.screen.resize(rows, columns)
+        self.child.setwinsize(rows, columns)
+
+    def kill(self, signal: int) -> None:
+        """End the program, or ask it to."""
+        self.child.kill(signal)
+
     def end(self) -> int:
         """Read on until it has ended; the exit code, negative for a signal."""
-        while True:
-            try:
-                self._stream.feed(self.child.read_nonblocking(65536, timeout=self.patience_s))
-            except pexpect.EOF:
-                break
+        while self._read():
+            pass
         self.child.wait()
         return self.child.exitstatus if self.child.exitstatus is not None else -int(self.child.signalstatus or 0)
 
@@ -96,3 +112,63 @@ class Window:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class TmuxWindow(Window):
+    """The same in tmux, a terminal that people use: it breaks lines anew where it is resized, and keeps a history.
+
+    Skips the test where there is no tmux.
+    """
+
+    def __init__(
+        self, *args: str | Path, env: dict[str, str], columns: int = 90, rows: int = 40, patience_s: float = 120
+    ) -> None:
+        if shutil.which("tmux") is None:
+            pytest.skip("there is no tmux: apt install tmux")
+        self.patience_s = patience_s
+        self._folder = tempfile.TemporaryDirectory()
+        self._env = {**env, "TERM": "tmux-256color"}
+        command = shlex.join([*HYBRID, "chat", *map(str, args)])
+        size = ["-x", str(columns), "-y", str(rows)]
+        options = {"remain-on-exit": "on", "remain-on-exit-format": "", "history-limit": "9999"}
+        setting = [word for option in options.items() for word in ("set", "-gq", *option, ";")]
+        self._tmux("start-server", ";", *setting, "new-session", "-d", *size, command)
+
+    @property
+    def text(self) -> str:
+        """See `Window.text`."""
+        lines = self._tmux("capture-pane", "-p", "-J", "-S", "-").split("\n")
+        return "\n".join(line.rstrip() for line in lines).rstrip()
+
+    def type(self, keys: str) -> None:
+        """See `Window.type`."""
+        self._tmux("send-keys", "-H", *(f"{byte:x}" for byte in keys.encode()))
+
+    def resize(self, columns: int, rows: int) -> None:
+        """See `Window.resize`."""
+        self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def kill(self, signal: int) -> None:
+        """See `Window.kill`."""
+        os.kill(int(self._tmux("display-message", "-p", "#{pane_pid}")), signal)
+
+    def end(self) -> int:
+        """See `Window.end`."""
+        while self._read():
+            pass
+        code, by = self._tmux("display-message", "-p", "#{pane_dead_status},#{pane_dead_signal}").strip().split(",")
+        return -int(by) if by else int(code)
+
+    def close(self) -> None:
+        """See `Window.close`."""
+        self._tmux("kill-server")
+        self._folder.cleanup()
+
+    def _read(self) -> bool:
+        time.sleep(0.03)  # tmux does not say when there is something new
+        return self._tmux("display-message", "-p", "#{pane_dead}").strip() != "1"
+
+    def _tmux(self, *words: str) -> str:
+        """What a command of tmux prints; its server is the test's own."""
+        command = ["tmux", "-u", "-S", f"{self._folder.name}/tmux", "-f", os.devnull, *words]
+        return subprocess.run(command, env=self._env, capture_output=True, text=True, check=True, timeout=60).stdout

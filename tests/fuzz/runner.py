@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hybrid.printable import printable
+
 LIMIT_S = 10.0
 LIMIT_BYTES = 1 << 30
 HARD_BYTES = 6 << 30
@@ -90,7 +92,7 @@ def problem_of(code: int | None, seconds: float, rss_bytes: int, words: str) -> 
     lines = [line for line in words.splitlines() if line.startswith("hybrid: ")]
     if code == 2 and (len(lines) != 1 or not words.endswith(lines[0])):
         return "no sentence, or more than one"
-    if any(not c.isprintable() for line in lines for c in line):
+    if any(printable(line) != line for line in lines):
         return "a sentence with control characters"
     if seconds > LIMIT_S:
         return f"it took {seconds:.1f} s"

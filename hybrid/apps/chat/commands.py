@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.apps.chat import facts, settings
-from hybrid.apps.chat.conversation import Conversation
+from hybrid.apps.chat.conversation import TITLE_LENGTH, Conversation, one_line
 from hybrid.apps.chat.export import export
 from hybrid.apps.chat.talk import Asking, Talk
+from hybrid.apps.commands import arguments
 from hybrid.errors import BadRequestError, HybridError
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 LISTED = 20
 """Conversations that `/list` shows."""
+LISTED_LENGTH = 54
+"""Characters of each, such that its line fits 80 columns."""
 MOST_DOCUMENT_BYTES = 256 << 20
 
 
@@ -142,8 +146,7 @@ class Commands:
 
     def _undo(self, _: str) -> Outcome:
         message = self.talk.undo()
-        what = message.info.get("name") or " ".join(message.content.split())
-        return Outcome(f"Taken back: {what if len(what) <= 60 else what[:59] + '…'}")
+        return Outcome(f"Taken back: {one_line(message.info.get('name') or message.content, TITLE_LENGTH)}")
 
     def _clear(self, _: str) -> Outcome:
         old = self.talk.conversation
@@ -179,7 +182,9 @@ class Commands:
 
     def _save(self, name: str) -> Outcome:
         self.talk.store.rename(self.talk.conversation, _wanted(name, "/save NAME"))
-        return Outcome(f"Saved as {name}; `hybrid chat --resume {name}` goes on with it.")
+        if self.talk.store.path is None:
+            return Outcome(f"It is called {name} until you leave; this conversation is not saved (/export writes it).")
+        return Outcome(f"Saved as {name}; `hybrid chat --resume {shlex.quote(name)}` goes on with it.")
 
     def _load(self, name: str) -> Outcome:
         store = self.talk.store
@@ -200,8 +205,8 @@ class Commands:
         rows = []
         for entry in entries:
             here = "*" if entry.id == self.talk.conversation.id else " "
-            name = f"{entry.name}: " if entry.name else ""
-            rows.append(f"{here}{entry.id:>4}  {entry.updated[:16].replace('T', ' ')}  {name}{entry.title}")
+            what = one_line(f"{entry.name}: {entry.title}" if entry.name else entry.title, LISTED_LENGTH)
+            rows.append(f"{here}{entry.id:>4}  {entry.updated[:16].replace('T', ' ')}  {what}")
         return Outcome("\n".join(rows))
 
     def _export(self, argument: str) -> Outcome:
@@ -246,11 +251,12 @@ class Commands:
     def _reload(self, name: str, load: Callable[[], Hybrid]) -> Outcome:
         """Free the model and load another in its place; where that fails, the old one again."""
         talk, old = self.talk, self.talk.conversation.model
+        as_it_was = arguments(talk.model.placement)
         talk.model.close()
         try:
             model = load()
         except (HybridError, KeyboardInterrupt) as e:
-            talk.use(self.desk.load(old, {}), old)
+            talk.use(self.desk.load(old, as_it_was), old)
             raise BadRequestError(f"{str(e).rstrip('.') or 'Interrupted'}; {old} was loaded again.") from e
         talk.use(model, name)
         again = " What was said is read again with your next message." if talk.conversation.live else ""

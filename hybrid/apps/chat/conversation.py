@@ -26,6 +26,17 @@ class Message:
     """What else is known, JSON-ready: of an answer its tokens and how it ended, of a document its name and tokens."""
 
 
+def one_line(text: str, length: int) -> str:
+    """The beginning of a text, for a list or a sentence."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
+
+
+def live(messages: Sequence[Message]) -> list[Message]:
+    """Those that the model is given."""
+    return [message for message in messages if not message.archived]
+
+
 @dataclass
 class Conversation:
     """Messages in order, and the system prompt before them.
@@ -42,13 +53,14 @@ class Conversation:
     """In the store; None before the first message."""
     name: str | None = None
     """As the person calls it."""
+    n_saved: int = 0
+    """The first so many messages are in the store as they are here."""
 
     @property
     def title(self) -> str:
         """How it began, in one line."""
         first = next((m.content for m in self.messages if m.role == "user" and m.kind == "text"), "")
-        line = " ".join(first.split())
-        return line if len(line) <= TITLE_LENGTH else line[: TITLE_LENGTH - 1] + "…"
+        return one_line(first, TITLE_LENGTH)
 
     @property
     def label(self) -> str:
@@ -58,7 +70,7 @@ class Conversation:
     @property
     def live(self) -> list[Message]:
         """The messages the model is given."""
-        return [message for message in self.messages if not message.archived]
+        return live(self.messages)
 
     @property
     def unanswered(self) -> bool:

@@ -11,32 +11,46 @@ if TYPE_CHECKING:
     from hybrid import Hybrid
 
 BAR_WIDTH = 60
+SEPARATOR = " · "
+LEAST_FIRST = ("RAM", "VRAM", "layers", "first", "prompt", "tokens", "speed")
+"""Of the line about an answer, what a narrow terminal has no room for: first what stays the same from answer to answer.
+The context's use is never left out."""
 
 
-def status(model: Hybrid, last: Completion) -> str:
-    """One line about an answer."""
-    timings, memory, where = last.timings, last.memory, model.placement
+def status(model: Hybrid, last: Completion, width: int | None = None) -> str:
+    """One line about an answer, of fewer than `width` characters: what matters least is left out first, and `/stats`
+    has it all."""
+    timings, where = last.timings, model.placement
     new = last.n_prompt_tokens - last.n_cached_tokens
-    parts = ["stopped"] * (last.finish_reason == "interrupted")
-    parts.append(f"{_count(len(last.tokens), 'token')} (prompt {new:,} new, {last.n_cached_tokens:,} reused)")
-    if timings.ttft_s is not None:
-        parts.append(f"first {_seconds(timings.ttft_s)}")
-    if timings.decode_tok_per_s is not None:
-        parts.append(f"{timings.decode_tok_per_s:.1f} tok/s")
-    parts.append(f"context {model.n_used:,}/{model.n_ctx:,}")
-    parts.append(f"layers {where.n_gpu_layers}/{model.engine.spec.n_layers}")
-    if where.n_gpu_layers:
-        parts.append(f"VRAM {_mib(memory.device_bytes)}" + (" (emulated)" if where.device == "cpu" else ""))
-    parts.append(f"RAM {_mib(memory.host_bytes)}")
-    return " · ".join(parts)
+    vram = _mib(last.memory.device_bytes) + (" (emulated)" if where.device == "cpu" else "")
+    parts = {
+        "stopped": "stopped" if last.finish_reason == "interrupted" else "",
+        "tokens": _count(len(last.tokens), "token"),
+        "prompt": f"read {new:,}, reused {last.n_cached_tokens:,}",
+        "first": "" if timings.ttft_s is None else f"first {_seconds(timings.ttft_s)}",
+        "speed": "" if timings.decode_tok_per_s is None else f"{timings.decode_tok_per_s:.1f} tok/s",
+        "context": f"context {model.n_used:,}/{model.n_ctx:,}",
+        "layers": f"layers {where.n_gpu_layers}/{model.engine.spec.n_layers}",
+        "VRAM": f"VRAM {vram}" if where.n_gpu_layers else "",
+        "RAM": f"RAM {_mib(last.memory.host_bytes)}",
+    }
+    line = SEPARATOR.join(filter(None, parts.values()))
+    for least in LEAST_FIRST:
+        if width is None or len(line) < width:
+            break
+        del parts[least]
+        line = SEPARATOR.join(filter(None, parts.values()))
+    return line
 
 
 def stats(model: Hybrid, last: Completion | None) -> str:
     """What the last answer took, and what runs where."""
-    where = model.placement
+    where, n_layers = model.placement, model.engine.spec.n_layers
+    k = where.n_gpu_layers
+    others = f", the other {n_layers - k} in llama.cpp" if 0 < k < n_layers else ""
     lines = [
         f"model    {model.model_path}",
-        f"layers   {where.where}, the others in llama.cpp" if where.n_gpu_layers else f"layers   {where.where}",
+        f"layers   {where.where}{others}",
         f"context  {model.n_used:,} of {model.n_ctx:,} tokens, KV cache {where.kv} {where.kv_dtype}",
     ]
     if last is not None:
@@ -44,10 +58,13 @@ def stats(model: Hybrid, last: Completion | None) -> str:
         prefill = "" if speed.prefill_tok_per_s is None else f", {speed.prefill_tok_per_s:,.1f} tokens per second"
         decode = "" if speed.decode_tok_per_s is None else f", {speed.decode_tok_per_s:,.1f} tokens per second"
         first = "" if speed.ttft_s is None else f", the first after {_seconds(speed.ttft_s)}"
+        stopped = ", stopped" * (last.finish_reason == "interrupted")
+        emulated = " (emulated)" * (k > 0 and where.device == "cpu")
+        device, host = _mib(last.memory.device_bytes), _mib(last.memory.host_bytes)
         lines += [
             f"prompt   {_count(last.n_prompt_tokens, 'token')}, {reused:,} of them reused{prefill}",
-            f"answer   {_count(len(last.tokens), 'token')}{first}{decode}",
-            f"memory   {_mib(last.memory.device_bytes)} on the device, {_mib(last.memory.host_bytes)} on the host",
+            f"answer   {_count(len(last.tokens), 'token')}{stopped}{first}{decode}",
+            f"memory   {device} on the device{emulated}, {host} on the host",
         ]
     return "\n".join(lines)
 

@@ -85,30 +85,33 @@ class Store:
 
     def save(self, conversation: Conversation, first: int) -> None:
         """Make what is stored equal `conversation`, whose messages before `first` have not changed. On return it is on
-        the disk. A conversation that is new here gets its `id`, and is open in this process."""
+        the disk; where that fails, the next call makes up for it. A conversation that is new here gets its `id`, and is
+        open in this process."""
+        first = conversation.n_saved = min(first, conversation.n_saved)
         with self._transaction():
             now = datetime.now().astimezone().isoformat(timespec="microseconds")
             values = (conversation.title, conversation.model, conversation.system, now)
-            if conversation.id is None:
+            id = conversation.id
+            if id is None:
                 row = self._db.execute(
                     "INSERT INTO conversations (title, model, system, updated, created) VALUES (?, ?, ?, ?, ?)",
                     (*values, now),
                 )
-                conversation.id = row.lastrowid
-                first = 0
+                id = row.lastrowid
             else:
                 self._db.execute(
                     "UPDATE conversations SET title = ?, model = ?, system = ?, updated = ? WHERE id = ?",
-                    (*values, conversation.id),
+                    (*values, id),
                 )
-            self._db.execute("DELETE FROM messages WHERE conversation = ? AND position >= ?", (conversation.id, first))
+            self._db.execute("DELETE FROM messages WHERE conversation = ? AND position >= ?", (id, first))
             rows = enumerate(conversation.messages[first:], first)
             self._db.executemany(
                 "INSERT INTO messages VALUES (?, ?, ?, ?, ?, ?, ?)",
-                [(conversation.id, i, *_row(message)) for i, message in rows],
+                [(id, i, *_row(message)) for i, message in rows],
             )
-        assert conversation.id is not None
-        self.open(conversation.id)
+        assert id is not None
+        conversation.id, conversation.n_saved = id, len(conversation.messages)
+        self.open(id)
 
     def rename(self, conversation: Conversation, name: str) -> None:
         """Give it a name that no other has. Raises BadRequestError where one has it."""
@@ -157,7 +160,7 @@ class Store:
             )
             messages = [Message(role, text, kind, bool(old), _info(info)) for role, text, kind, old, info in rows]
         model, system, name = row
-        return Conversation(model, system, messages, id, name)
+        return Conversation(model, system, messages, id, name, len(messages))
 
     # -- who has it open ---------------------------------------------------------------------------------------------
 
@@ -216,7 +219,9 @@ class Store:
         try:
             yield
         except (sqlite3.Error, TypeError, ValueError) as e:
-            raise BadFileError(f"The conversations in {self.path} cannot be read or written: {e}.") from e
+            damaged = getattr(e, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+            hint = "; with that file moved away, a new one is begun" * damaged
+            raise BadFileError(f"The conversations in {self.path} cannot be read or written: {e}{hint}.") from e
 
 
 def _make_private(path: Path) -> None:

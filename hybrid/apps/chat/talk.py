@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hybrid.apps.chat.compact import compacted, find_cut
-from hybrid.apps.chat.conversation import Conversation, Message
+from hybrid.apps.chat.conversation import Conversation, Message, live
 from hybrid.apps.chat.reasoning import OPEN, Piece, Reasoning
 from hybrid.apps.chat.states import StateFolder
 from hybrid.apps.chat.store import Store
@@ -150,15 +150,20 @@ class Talk:
 
     def leave(self) -> str:
         """Save the KV state for whoever opens the conversation next, and let go of it; returns what went wrong."""
-        lost = None
-        id = self.conversation.id
-        if id is not None:
-            try:
-                if self.states is not None and self.conversation.messages:
-                    lost = self.states.save(str(id), self.model)
-            finally:
-                self.store.leave(id)
-        return lost or ""
+        conversation, lost = self.conversation, ""
+        try:
+            if conversation.n_saved < len(conversation.messages):
+                self.store.save(conversation, conversation.n_saved)
+        except HybridError as e:
+            lost = f"What was said last is not saved: {e}"
+        if conversation.id is None:
+            return lost
+        try:
+            if self.states is not None and conversation.messages:
+                lost = lost or self.states.save(str(conversation.id), self.model) or ""
+        finally:
+            self.store.leave(conversation.id)
+        return lost
 
     def restore(self) -> str:
         """Give the model the conversation's KV state where there is one; returns a sentence about it."""
@@ -228,7 +233,7 @@ class Talk:
     def _answer(self, asking: Asking, at: int) -> Generator[Piece, None, None]:
         """Answer the messages before `at`; the answer takes the place of those from there on."""
         conversation = self.conversation
-        given = [message for message in conversation.messages[:at] if not message.archived]
+        given = live(conversation.messages[:at])
         reasoning, stream = self._begin(conversation.prompt(given), self.options)
         parts: list[str] = []
         try:
@@ -290,14 +295,16 @@ class Talk:
             return
         if not summary:
             raise BadRequestError("The model wrote no summary; nothing was compacted.")
-        before = self._n_prompt()
-        n_messages = cut.end - cut.first
-        conversation.messages = compacted(conversation, cut, summary, self.count(Message("user", summary)))
+        shorter = compacted(conversation, cut, summary, self.count(Message("user", summary)))
+        before, n_tokens = self._n_prompt(), len(model.chat_tokens(conversation.prompt(live(shorter))))
+        if n_tokens >= before:
+            raise BadRequestError("The summary is no shorter than what it stands for; nothing was compacted.")
+        conversation.messages = shorter
         self.store.save(conversation, 0)
         yield Piece(
             "note",
-            f"{n_messages} messages became this summary (they are kept, see /export); the conversation has "
-            f"{self._n_prompt():,} tokens instead of {before:,}:\n{summary}",
+            f"{cut.end - cut.first} messages became this summary (they are kept, see /export); the conversation has "
+            f"{n_tokens:,} tokens instead of {before:,}:\n{summary}",
         )
 
     def _begin(self, prompt: Sequence[dict[str, str]], options: Mapping[str, Any]) -> tuple[Reasoning, Stream]:

@@ -33,8 +33,16 @@ class Reader(Protocol):
 class TerminalChat:
     """Joins a Talk, its commands, a screen and a keyboard; the Desk that commands turn to."""
 
-    def __init__(self, talk: Talk, screen: Screen, load: Callable[[str, Mapping[str, Any]], Hybrid]) -> None:
+    def __init__(
+        self,
+        talk: Talk,
+        screen: Screen,
+        load: Callable[[str, Mapping[str, Any]], Hybrid],
+        tuning: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`tuning`: what a TuneRequest is to say beside the context, as the person asked for it at the start."""
         self.talk, self.screen = talk, screen
+        self._tuning = tuning or {}
         self.load = load
         """See `Desk.load`."""
         self.commands = Commands(talk, self)
@@ -90,11 +98,11 @@ class TerminalChat:
 
     def tune(self, model: Path, name: str, placement: Placement) -> Mapping[str, Any]:
         """See `Desk.tune`."""
+        from hybrid.apps.commands import arguments
         from hybrid.apps.tune import TuneRequest, tune
         from hybrid.cli.measuring import measuring
 
-        device = placement.device if placement.n_gpu_layers else None
-        request = TuneRequest(n_ctx=placement.n_ctx, kv_dtype=placement.kv_dtype, device=device)
+        request = TuneRequest(n_ctx=placement.n_ctx, kv_dtype=placement.kv_dtype, **self._tuning)
         with silent_keyboard(), measuring(lambda: "Ctrl-C goes by what is measured by then") as show:
 
             def on_progress(what: str, spent: float, left: float) -> None:
@@ -105,15 +113,8 @@ class TerminalChat:
             self.screen.say(note)
         if report.best is None:
             raise BadRequestError("Nothing was measured.")
-        best = report.rows[report.best].placement
         self.screen.say(f"Quickest here: {report.command}")
-        return {
-            "n_gpu_layers": best.n_gpu_layers,
-            "device": best.device if best.n_gpu_layers else None,
-            "n_ctx": best.n_ctx,
-            "kv": best.kv,
-            "kv_budget": best.kv_budget,
-        }
+        return arguments(report.rows[report.best].placement)
 
     def reasoning(self) -> str:
         """See `Desk.reasoning`."""
@@ -133,7 +134,7 @@ class TerminalChat:
         screen.answer(asking)
         done = asking.completion
         if done is not None and asking.answered and not screen.quiet:
-            screen.say(status(talk.model, done))
+            screen.say(status(talk.model, done, screen.width))
         if talk.conversation.unanswered and asking.cancelled:
             screen.say("Stopped before an answer; your message is kept: /retry answers it, /undo takes it back.")
         if asking.answered and (warning := talk.warning()):

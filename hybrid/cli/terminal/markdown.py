@@ -14,11 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Heading, Markdown
 from rich.style import Style
 
-from hybrid.cli.terminal.live import LiveLines
-
-SHARE = 0.1
-"""Of the time, what drawing may take: the processors are busy with the model."""
-LEAST_INTERVAL_S = 1 / 30
+from hybrid.cli.terminal.live import LiveLines, Pace
 
 _PARSER = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table").disable("reference")
 """Text that looks like HTML (`List<String>`) stays text, and so does `[1]: https://…`, which would be left out."""
@@ -32,12 +28,12 @@ class MarkdownStream:
         self._live, self._width, self._colors = live, width, color_system
         self._source = ""
         self._begun = False
-        self._next_at: float = 0
+        self._pace = Pace()
 
     def push(self, text: str) -> None:
         """More of it."""
         self._source += text
-        if time.perf_counter() >= self._next_at:
+        if self._pace.due():
             self._draw()
 
     def finish(self) -> None:
@@ -57,8 +53,7 @@ class MarkdownStream:
             self._begun = True
         self._source = "\n".join(lines[begins[-1] :]) if begins else self._source
         self._show(self._source)
-        end = time.perf_counter()
-        self._next_at = end + max(LEAST_INTERVAL_S, (end - start) / SHARE)
+        self._pace.drawn(start)
 
     def _show(self, source: str) -> None:
         lines = render(source, self._width(), self._colors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -14,12 +13,10 @@ from typing import IO, Literal, Protocol
 from hybrid.apps.chat.reasoning import Piece
 from hybrid.apps.chat.talk import Asking
 from hybrid.cli.terminal.keyboard import interrupts, silent_keyboard
+from hybrid.cli.terminal.live import DIM, PLAIN
+from hybrid.printable import harmless
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey: a model must not move the cursor."""
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
-THOUGHT_LINES = 4
-"""Of what the model thinks, those shown while it does."""
+THOUGHT = "Thought for {seconds:.1f} s; /think shows it."
 
 Thinking = Literal["fold", "show"]
 
@@ -60,7 +57,7 @@ class PlainPainter:
         if self._screen.thinking == "show":
             self._write("\n\n")
         else:
-            self._screen.say(f"Thought for {seconds:.1f} s; /think shows it.")
+            self._screen.say(THOUGHT.format(seconds=seconds))
 
     def text(self, text: str) -> None:
         """See `Painter.text`."""
@@ -73,7 +70,7 @@ class PlainPainter:
 
     def _write(self, text: str) -> None:
         self._last = text
-        self._screen.write(CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text)
+        self._screen.write(harmless(text) if sys.stdout.isatty() else text)
 
 
 class RichPainter:
@@ -84,37 +81,27 @@ class RichPainter:
 
         from hybrid.cli.terminal.live import LiveLines
         from hybrid.cli.terminal.markdown import MarkdownStream
+        from hybrid.cli.terminal.thoughts import ThoughtStream
 
-        self._screen, self._thoughts = screen, ""
-        self._live = LiveLines(screen.write, _size)
-        self._markdown = MarkdownStream(self._live, lambda: _size()[0], Console(file=sys.stdout).color_system)
+        live, width = LiveLines(screen.write, _size), lambda: _size()[0]
+        self._thoughts = ThoughtStream(live, width, fold=screen.thinking == "fold")
+        self._markdown = MarkdownStream(live, width, Console(file=sys.stdout).color_system)
 
     def think(self, text: str) -> None:
         """See `Painter.think`."""
-        self._thoughts += CONTROL.sub("\ufffd", text)
-        lines = self._wrapped()
-        if self._screen.thinking == "fold" and len(lines) > THOUGHT_LINES:
-            lines = ["…", *lines[-THOUGHT_LINES:]]
-        self._live.show([f"{DIM}{line}{PLAIN}" for line in lines])
+        self._thoughts.push(harmless(text))
 
     def thought(self, seconds: float) -> None:
         """See `Painter.thought`."""
-        if self._screen.thinking == "fold":
-            self._live.show([f"{DIM}▸ Thought for {seconds:.1f} s; /think shows it.{PLAIN}"])
-        self._live.keep()
-        self._screen.write("\n")
+        self._thoughts.finish(THOUGHT.format(seconds=seconds))
 
     def text(self, text: str) -> None:
         """See `Painter.text`."""
-        self._markdown.push(CONTROL.sub("\ufffd", text))
+        self._markdown.push(harmless(text))
 
     def end(self) -> None:
         """See `Painter.end`."""
         self._markdown.finish()
-
-    def _wrapped(self) -> list[str]:
-        width = max(2, _size()[0] - 1)
-        return [part for line in self._thoughts.splitlines() for part in textwrap.wrap(line, width) or [""]]
 
 
 class Screen:
@@ -137,6 +124,11 @@ class Screen:
         """What the model thought before its last answer."""
         self._dim = not (plain or dumb) and sys.stderr.isatty()
         self._before_output = before_output
+
+    @property
+    def width(self) -> int | None:
+        """Columns for the program's own words; None where no terminal shows them."""
+        return _size(sys.stderr)[0] if sys.stderr.isatty() else None
 
     def answer(self, asking: Asking) -> None:
         """Draw an answer while it is made. Ctrl-C stops it; pressed again it is raised. Raises what iterating does."""
@@ -161,9 +153,8 @@ class Screen:
     def say(self, text: str) -> None:
         """The program's own words: dim, and on stderr, so that a redirected stdout holds the answers alone."""
         self._before_output()
-        if sys.stderr.isatty():
-            width = _size(sys.stderr)[0]
-            text = "\n".join(_fitted(line, width) for line in CONTROL.sub("\ufffd", text).split("\n"))
+        if (width := self.width) is not None:
+            text = "\n".join(_fitted(line, width) for line in harmless(text).split("\n"))
         sys.stderr.write(f"{DIM}{text}{PLAIN}\n" if self._dim else text + "\n")
         sys.stderr.flush()
 
