@@ -16,7 +16,7 @@ from tests.tiny import write_tiny
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it preloads a library")
 LARGE = 32 << 10
-"""Allocations of less do not fail on any real machine: what is left of an arena is enough."""
+"""Allocations of less nearly always come out of memory that the process has already."""
 UNCHECKED = 5
 """Large allocations of a context that llama.cpp does not look at before it uses them: the process ends
 (`ggml_backend_sched_new`, `ggml_gallocr_reserve_n`)."""
