@@ -3,6 +3,7 @@
 # make test-all   the same with the slow tests, and with `make sanitize`
 # make sanitize   the native code under the address, undefined-behaviour and thread sanitizers
 # make fuzz       2,000 spoilt model files, each of which must end in a result or in one sentence
+# make fuzz-coverage   the file reader (atheris) and the slice reader (libFuzzer, needs clang), SECONDS (3600) each
 # make soak       10,000 short chats, in which memory and answers must stay what they are
 # make clean      remove the environment and everything built
 #
@@ -14,9 +15,11 @@ DEMO := smollm2-135m
 # So small a model answers best with a plain system prompt and no randomness.
 CHAT := --system "You are a helpful assistant." --temp 0 -n 512
 NATIVE := $(wildcard native/*.cpp native/*.hpp)
+SECONDS := 3600
+CLANG = $(firstword $(foreach name,clang++ $(addprefix clang++-,22 21 20 19 18 17 16 15 14),$(shell command -v $(name))))
 SETUP := scripts/setup_env.sh constraints.txt pyproject.toml native/CMakeLists.txt $(NATIVE)
 
-.PHONY: chat test test-all check sanitize fuzz soak models clean
+.PHONY: chat test test-all check sanitize fuzz fuzz-coverage soak models clean
 
 chat: $(VENV)/.run
 	@$(BIN)/hybrid models pull $(DEMO) </dev/null >&2
@@ -40,6 +43,17 @@ sanitize: $(VENV)/.dev
 
 fuzz: $(VENV)/.dev
 	$(BIN)/python -m scripts.fuzz_gguf
+
+# What is found is left in build/fuzz, and a second run goes on where the first one ended.
+fuzz-coverage: $(VENV)/.dev
+	@[ -n "$(CLANG)" ] || { echo "clang is missing; on Debian and Ubuntu: sudo apt install clang" >&2; exit 2; }
+	@mkdir -p build/fuzz/slice
+	$(CLANG) -std=c++17 -O1 -g -D_GNU_SOURCE -D_FILE_OFFSET_BITS=64 -fsanitize=fuzzer,address,undefined \
+	-fno-sanitize-recover=all native/virtual_file_fuzz.cpp native/virtual_file.cpp -o build/fuzz/virtual_file_fuzz
+	build/fuzz/virtual_file_fuzz -max_total_time=$(SECONDS) -max_len=2000 -print_final_stats=1 \
+	-artifact_prefix=build/fuzz/slice-found- build/fuzz/slice
+	@$(BIN)/pip install -q atheris==3.0.0
+	$(BIN)/python -m scripts.fuzz_reader --seconds $(SECONDS)
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m scripts.soak

@@ -55,6 +55,13 @@ def log_count() -> int:
 def log_since(mark: int) -> list[tuple[int, int, bytes]]:
     """(ggml_log_level, thread, line) of the lines logged since the mark, as far as they are still kept."""
 
+def decode(function: int, context: int, batch: int) -> int:
+    """`llama_decode`, which is at the address `function`, of a context and of the `llama_batch` at an address.
+
+    Raises MemoryError for a std::bad_alloc, RuntimeError for any other C++ exception: both would end the process if
+    ctypes had made the call.
+    """
+
 def attend(
     q: int,
     out: int,

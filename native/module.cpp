@@ -60,6 +60,20 @@ void translate_system_error(const std::exception_ptr& failure, void*) {
     }
 }
 
+// llama_batch as llama.h has it; `hybrid/tail/llama.py` compares it with the bindings'.
+struct Batch {
+    std::int32_t n_tokens;
+    void *token, *embd, *pos, *n_seq_id, *seq_id, *logits;
+};
+
+// Calls llama_decode, which is at `function`. What it throws would end the process if ctypes had called it;
+// from here it becomes a Python exception.
+std::int32_t decode(std::uintptr_t function, std::uintptr_t context, std::uintptr_t batch) {
+    const auto call = reinterpret_cast<std::int32_t (*)(void*, Batch)>(function);
+    const nb::gil_scoped_release release;
+    return call(reinterpret_cast<void*>(context), *reinterpret_cast<const Batch*>(batch));
+}
+
 nb::bytes read_bytes(const VirtualFile& file, std::uint64_t offset, std::uint64_t n) {
     const std::uint64_t left = offset < file.size() ? file.size() - offset : 0;
     std::string out(static_cast<std::size_t>(std::min(n, left)), '\0');
@@ -106,6 +120,8 @@ NB_MODULE(_native, m) {
             return lines;
         },
         nb::arg("mark"));
+
+    m.def("decode", &decode, nb::arg("function"), nb::arg("context"), nb::arg("batch"));
 
     hybrid::bind_attention(m);
 }

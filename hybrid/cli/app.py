@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from types import FrameType
 from typing import NoReturn
@@ -102,12 +103,19 @@ def main() -> NoReturn:
     ours."""
     signal.signal(signal.SIGTERM, _terminate)
     _sound_streams()
-    code = _run(sys.argv[1:] or ["--help"])
+    try:
+        code = _run(sys.argv[1:] or ["--help"])
+    except SystemExit as end:  # SIGTERM, or a command's own code
+        if not isinstance(end.code, int):
+            raise
+        code = end.code
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         code = code or CLOSED_PIPE
         _abandon_output()
+    if code in (INTERRUPTED, TERMINATED) and any(thread.name == "hybrid-head" for thread in threading.enumerate()):
+        os._exit(code)  # torch is still being imported: Python would end that thread amid C++, or wait for it
     sys.exit(code)
 
 

@@ -15,6 +15,7 @@ from hybrid.model.spec import FfnSpec, LayerSpec, ModelSpec
 from hybrid.model.tensors import TensorTable, check_tensors, outside_tensors, sort_tensors
 from hybrid.model.traits import Architecture
 
+EMBEDDING = "token_embd.weight"
 MAX_LAYERS = 512
 """LLAMA_MAX_LAYERS; llama.cpp aborts beyond it."""
 NORM_EPS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
@@ -78,6 +79,8 @@ def _n_vocab(hparams: Hparams, table: TensorTable) -> int:
 
 def _outline(hparams: Hparams, n_layers: int, table: TensorTable, reason: str) -> ModelSpec:
     """What can be said of a model whose layers only llama.cpp can run."""
+    if EMBEDDING not in table.rest:
+        hparams.fail(f"it lacks the tensor {EMBEDDING}")
     n_embd = hparams.integer("embedding_length", 0)
     zeros = [0] * n_layers
     heads = hparams.per_layer("attention.head_count", n_layers, zeros)

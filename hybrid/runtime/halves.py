@@ -41,6 +41,7 @@ class Halves:
         self._vocabulary: Vocabulary | None = None
         self._boundary: Boundary | None = None
         self._stopping = False  # a bool, because setting a threading.Event can be interrupted with its lock held
+        self._importing = False
         self._tail_thread = Worker("hybrid-tail")
         self._head_thread = Worker("hybrid-head")
         try:
@@ -74,7 +75,7 @@ class Halves:
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""
         self._stopping = True
-        self._head_thread.close()
+        self._head_thread.close(wait=not self._importing)  # an import holds nothing of ours, and cannot be stopped
         self._tail_thread.close()
         for part in (self._vocabulary, self.tail, self.head):
             if part is not None:
@@ -117,10 +118,14 @@ class Halves:
             self._boundary = Boundary(self.placement.device, self.placement.n_batch, self.spec.n_embd)
 
     def _load_head(self, progress: Callable[[float], None]) -> None:
+        self._importing = True  # from here on `close` does not wait; before, it was in time to be seen
+        self._check_stopping()
         import torch  # 1.4 s, and k = 0 never pays it
 
         from hybrid.head.head import Head
 
+        self._importing = False
+        self._check_stopping()
         torch.set_num_threads(self.placement.n_threads_head)  # of this thread, on which the head does all its work
         self.head = Head(
             self.file,
@@ -130,6 +135,10 @@ class Halves:
             progress=progress,
             cancelled=lambda: self._stopping,
         )
+
+    def _check_stopping(self) -> None:
+        if self._stopping:
+            raise Cancelled("Loading was interrupted.")
 
     def _load_tail(self, progress: Callable[[float], None]) -> None:
         from hybrid.tail.tail import Tail

@@ -63,10 +63,11 @@ class Worker:
         self._jobs.put(job)
         return job
 
-    def close(self) -> None:
-        """Finish what was submitted and end the thread. Calling it again does nothing."""
+    def close(self, wait: bool = True) -> None:
+        """Finish what was submitted and end the thread; without `wait`, some time. Calling it again does nothing."""
         self._jobs.put(None)
-        _patiently(self._thread.join)
+        if wait:
+            _patiently(self._thread.join)
 
 
 def wait_all(jobs: Iterable[Job[Any]]) -> None:

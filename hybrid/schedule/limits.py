@@ -6,6 +6,7 @@ Every function takes the root of the file system, so that tests can lay out a ma
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 ROOT = Path("/")
@@ -72,12 +73,13 @@ def total_ram(root: Path = ROOT) -> int:
 
 
 def available_ram(root: Path = ROOT) -> int:
-    """Bytes we could allocate now: the kernel's MemAvailable, or what our cgroup's limit leaves, whichever is less.
+    """Bytes we could allocate now: the kernel's MemAvailable, or what the limits of our cgroup and of this process
+    leave, whichever is least.
 
     Page cache the kernel can reclaim does not count as used.
     """
     available = _meminfo(root)[1]
-    for limit, used in _memory_limits(root):
+    for limit, used in (*_memory_limits(root), *_own_limits(root)):
         available = min(available, max(0, limit - used))
     return available
 
@@ -108,6 +110,16 @@ def _memory_limits(root: Path) -> list[tuple[int, int]]:
                 cache = sum(stat.get(key, 0) for key in cache_keys)
                 found.append((int(limit), max(0, int(used) - cache)))
     return found
+
+
+def _own_limits(root: Path) -> list[tuple[int, int]]:
+    """(limit, bytes in use) of this process alone (`ulimit -v` and `-d`), where it has such limits."""
+    words = read_text(root / "proc/self/statm").split()  # in pages: all of it, resident, shared, code, 0, data, 0
+    if len(words) != 7 or not all(word.isdigit() for word in words):
+        return []
+    used = {resource.RLIMIT_AS: int(words[0]), resource.RLIMIT_DATA: int(words[5])}
+    limits = [(resource.getrlimit(kind)[0], pages * resource.getpagesize()) for kind, pages in used.items()]
+    return [(limit, n_bytes) for limit, n_bytes in limits if limit != resource.RLIM_INFINITY]
 
 
 def _cgroup_folders(controller: str, root: Path) -> list[Path]:

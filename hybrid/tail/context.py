@@ -10,14 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid import _native
-from hybrid.errors import BadRequestError, Cancelled
+from hybrid.errors import BadRequestError, Cancelled, HostMemoryError
 from hybrid.schedule.placement import Placement
-from hybrid.tail.llama import LogMark, lib
+from hybrid.tail.llama import LogMark, decode_address, lib
 from hybrid.tail.model import Model
 from hybrid.tail.sequences import Sequences
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 """`ggml_type` numbers of the KV dtypes."""
+NO_MEMORY, THROWN = -2, -1000
+"""What a batch came to: llama.cpp's own number where a graph cannot be allocated, and one it has not."""
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
 
@@ -95,9 +97,9 @@ class Context(Sequences):
         """Evaluate one batch: token ids [n], or hidden states [n, n_embd] float32, at `positions` of `seqs`, all [n].
 
         Each sequence's tokens must continue it in order. Logits are kept where `outputs` [n] is true.
-        Raises BadRequestError for what llama.cpp would refuse or abort on, Cancelled after `abort`, EngineError
-        otherwise. After either the batch's sequences are as before it, or empty where a sliding window has moved on:
-        ask `n_tokens`.
+        Raises BadRequestError for what llama.cpp would refuse or abort on, Cancelled after `abort`, HostMemoryError,
+        EngineError otherwise. After any of them the batch's sequences are as before it, or empty where a sliding window
+        has moved on: ask `n_tokens`.
         """
         n = len(positions)
         starts = self._check(n, inputs, positions, seqs, outputs)
@@ -116,7 +118,7 @@ class Context(Sequences):
         batch.n_tokens = n
         self._outputs = np.flatnonzero(outputs)
         log = LogMark()
-        code = lib().llama_decode(self.context, batch)
+        code, thrown = self._call_decode()
         if code == 0:
             self._copies_settled()
             return
@@ -129,7 +131,20 @@ class Context(Sequences):
             raise Cancelled("The evaluation was interrupted.")
         if code == 1:
             raise BadRequestError(f"The KV cache has no room for {n} more tokens (context {self.n_ctx}).")
-        raise log.error("evaluate the batch")
+        if code == NO_MEMORY:
+            raise HostMemoryError(
+                f"The machine has no more memory to evaluate {n} tokens with; use a smaller batch (-b) or context (-c)."
+            )
+        raise log.error("evaluate the batch", thrown)
+
+    def _call_decode(self) -> tuple[int, str]:
+        """What `llama_decode` returns of the batch, and what it threw instead."""
+        try:
+            return _native.decode(decode_address(), self.context, ctypes.addressof(self._batch)), ""
+        except MemoryError:
+            return NO_MEMORY, ""
+        except RuntimeError as error:
+            return THROWN, str(error)
 
     def _check(self, n: int, inputs: Any, positions: Any, seqs: Any, outputs: Any) -> dict[int, int]:
         """What llama.cpp would abort on, refuse, or silently cut. Returns where each sequence of the batch begins."""

@@ -178,6 +178,12 @@ def _difference(bindings: Any, version: str) -> str | None:
     return None
 
 
+@cache
+def decode_address() -> int:
+    """Where `llama_decode` is, for `_native.decode`."""
+    return ctypes.cast(lib().llama_decode, ctypes.c_void_p).value or 0
+
+
 def address(pointer: int, kind: Any) -> Any:
     """An address as a ctypes pointer or callback of type `kind`."""
     return ctypes.cast(pointer, kind)
@@ -205,9 +211,9 @@ class LogMark:
         found = (re.search(rf"\b{kind} buffer size = *([\d.]+) MiB", line) for line in self.lines())
         return sum(round(float(match[1]) * 2**20) for match in found if match)
 
-    def error(self, doing: str) -> HybridError:
-        """The failure of `doing` as an exception, with llama.cpp's own last words."""
-        lines = [_without_function(line) for line in self.lines(ERROR)]
+    def error(self, doing: str, thrown: str = "") -> HybridError:
+        """The failure of `doing` as an exception, with what llama.cpp threw, or its own last words."""
+        lines = [thrown] if thrown else [_without_function(line) for line in self.lines(ERROR)]
         # The last lines only repeat that it failed; the first says why.
         reason = lines[0] if lines else "it gave no reason"
         sentence = f"llama.cpp could not {doing}: {reason.rstrip('. ')}."

@@ -108,6 +108,36 @@ def test_a_signal_while_a_template_is_rendered(tmp_path: Path, tiny: Path, envir
     assert (done.returncode, "Traceback" in done.stderr) == (143, False), done.stderr
 
 
+SLOW_TORCH = """
+import threading
+print(threading.current_thread().name, file=open({started!r}, "w"), flush=True)
+open({never!r}).read()  # a FIFO nobody writes to
+"""
+
+
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_does_not_wait_until_torch_is_imported(
+    tmp_path: Path, tiny: Path, environment: dict[str, str], number: int
+) -> None:
+    started, never = tmp_path / "started", tmp_path / "never"
+    os.mkfifo(started)
+    os.mkfifo(never)
+    (tmp_path / "torch.py").write_text(SLOW_TORCH.format(started=str(started), never=str(never)))
+    args = ["generate", str(tiny), "-p", "a", "-ngl", "2", "--device", "cpu", "-c", "64", "-t", "1"]
+    program = subprocess.Popen(
+        [sys.executable, "-m", "hybrid.cli", *args],
+        env={**environment, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background ignores it
+    )
+    assert started.read_text() == "hybrid-head\n"  # blocks until the import has begun
+    program.send_signal(number)
+    _, err = program.communicate(timeout=120)
+    assert program.returncode == CODES[signal.Signals(number)], err
+    assert b"Traceback" not in err
+
+
 def test_a_reader_that_was_never_there_is_no_error(tmp_path: Path, tiny: Path, environment: dict[str, str]) -> None:
     read, write = os.pipe()
     os.close(read)

@@ -80,6 +80,11 @@ class Layout:
         """The record of that key."""
         return next((record for record in self.records if record.key == key.encode()), None)
 
+    @property
+    def n_data(self) -> int:
+        """Bytes of the tensors' data in the file."""
+        return sum(len(t.data) + -len(t.data) % 32 for t in self.tensors)
+
     def build(self) -> bytes:
         """The file."""
         n_tensors = len(self.tensors) if self.n_tensors is None else self.n_tensors

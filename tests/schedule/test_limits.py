@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,14 @@ def test_the_tightest_of_nested_limits_counts(tmp_path: Path) -> None:
     )
     assert limits.available_ram(root) == 2 * GIB
     assert limits.memory_limit(root) == 3 * GIB
+
+
+@pytest.mark.parametrize(("kind", "used"), [(resource.RLIMIT_AS, 300), (resource.RLIMIT_DATA, 100)])
+def test_the_process_own_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, used: int) -> None:
+    root = lay(tmp_path, {"proc/self/statm": "300 50 9 2 0 100 0"})
+    limit = 1000 * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit if asked == kind else resource.RLIM_INFINITY,) * 2)
+    assert limits.available_ram(root) == limit - used * resource.getpagesize()
 
 
 def test_a_path_that_only_the_host_knows_means_the_containers_root(tmp_path: Path) -> None:
