@@ -231,6 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [(i, target) for target in targets for i in chosen(target, options.only, options.spread)]
     found = []
     for report in reports(jobs, options.workers):
+        if not found or found[-1].target != report.target:
+            print(
+                f"{report.target}: {sum(job[1] == report.target for job in jobs)} kernels", file=sys.stderr, flush=True
+            )
         found.append(report)
         if not report.ok:
             print(f"{report.kernel} for {report.target}: {report.error or _cell(report)}", file=sys.stderr, flush=True)

@@ -141,7 +141,7 @@ class Joined:
         rows = None if self.whole is None else self.whole.of_few(x)
         if rows is None:
             return [linear(x) for linear in self.parts]
-        return rows.split([linear.n_out for linear in self.parts], dim=-1)
+        return torch.split(rows, [linear.n_out for linear in self.parts], dim=-1)
 
 
 class ExpertLinear:

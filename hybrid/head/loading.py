@@ -83,7 +83,7 @@ class Loader:
         wholes = [QuantLinear(p, p.kind, shape, b, self.work) for p, b in zip(planes, every, strict=True)]
         widths = [info.shape[1] for info in infos]
         parts = zip(*(_parts(whole, widths) for whole in wholes), strict=True)
-        own = [None] * len(widths) if bias is None else [b.contiguous() for b in bias.split(widths, dim=1)]
+        own = [None] * len(widths) if bias is None else [b.contiguous() for b in torch.split(bias, widths, dim=1)]
         return [ExpertLinear(p, b) for p, b in zip(parts, own, strict=True)], ExpertLinear(wholes, bias)
 
     def experts(
@@ -273,7 +273,7 @@ class LayerWeights:
 
 def _parts(whole: QuantLinear, widths: Sequence[int]) -> list[QuantLinear]:
     """Linears of so many rows each of a matrix in planes."""
-    planes, biases = whole.weight, [None] * len(widths) if whole.bias is None else whole.bias.split(list(widths))
+    planes, biases = whole.weight, [None] * len(widths) if whole.bias is None else torch.split(whole.bias, list(widths))
     assert isinstance(planes, Planes)
     starts = accumulate(widths, initial=0)
     return [

@@ -23,7 +23,9 @@ from hybrid.head.kernels.variant import Variant
 UNITS = 32
 """Units of one row that a program reads at a time."""
 WARPS = 4
-REGISTERS = {(name, 1): 128 for name in ("q5_0", "q5_1", "mxfp4")} | {(name, 8): 255 for name in ("q5_0", "iq4_nl")}
+REGISTERS = {(name, 1): 128 for name in ("q5_0", "q5_1", "mxfp4")} | {
+    (name, 8): 255 for name in ("q5_0", "iq4_nl", "q6_k")
+}
 """Formats, and tokens of a program, of which ptxas would spill some (`Variant.registers`)."""
 PROGRAMS_A_SM = 4
 """Programs that keep a multiprocessor busy."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as T
 
 from hybrid.errors import BadRequestError
 from hybrid.head.graphs import MAX_SHAPES
@@ -41,11 +42,14 @@ def recorder(device: torch.device) -> Recorder:
 
 @pytest.fixture
 def opened(heads: Callable[..., Head], tmp_path: Path, device: torch.device) -> Callable[..., Head]:
-    def open_one(tape: Recorder | None, architecture: str = "llama", n_layers: int = 2, **placed: Any) -> Head:
+    def open_one(
+        tape: Recorder | None, architecture: str = "llama", n_layers: int = 2, kind: Any = T.F32, **placed: Any
+    ) -> Head:
+        """In F32: torch multiplies by it, which spares the interpreter what does not depend on positions."""
         path = tmp_path / f"{architecture}.gguf"
         if not path.exists():
             sizes = {**SMALL, "n_layers": n_layers}
-            write_tiny(path, architecture, kind=MIXED, window=8, **sizes)
+            write_tiny(path, architecture, kind=kind, window=8, **sizes)
         how = replace(compute(device, Kernels(2)), recorder=tape)
         return heads(path, compute=how, **{"device": device.type, **PLACED, **placed})
 
@@ -83,6 +87,12 @@ def test_replayed_steps_are_steps_whatever_the_kv_strategy(
     if isinstance(tape, Tape):
         segments = 3 if strategy in ("attend", "tiered") else 2  # one a layer, or cut where the host attends
         assert len(tape.recorded) == 3 * segments  # one token, one of either sequence, three
+
+
+@pytest.mark.slow
+def test_replayed_products_are_products(opened: Callable[..., Head], device: torch.device) -> None:
+    """Of quantised weights, joined and not."""
+    compare(*(opened(tape, kind=MIXED) for tape in (recorder(device), None)), STEPS)
 
 
 @pytest.mark.slow
