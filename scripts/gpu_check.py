@@ -27,9 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from rich.console import Console
 from rich.table import Table
 
+from hybrid.head.activation import Nonlinearity
 from hybrid.head.dequant import dequantize
 from hybrid.head.device import Compute, open_device
 from hybrid.head.head import Head
@@ -42,6 +44,7 @@ from hybrid.model.ggml_types import type_name
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES, ledger_of
 from hybrid.schedule.placement import KV_STRATEGIES, Placement
 from scripts.full_cache import pretend_full
+from scripts.graph_tape import Tape
 from scripts.random_gguf import EIGHT_B_Q4, EIGHT_B_Q8, ONE_B, TINY, Shape, few_rows, write
 
 MIB = 1 << 20
@@ -76,8 +79,9 @@ class Bench:
         if self.on_gpu:
             self.compute = Compute.on(device)
         else:
-            self.compute = Compute(device, torch.float16, False, 1 << 25, temporaries=False, kernels=Kernels(4))
-        self.plain = replace(self.compute, kernels=None)
+            self.compute = Compute(device, torch.float16, False, 1 << 25, False, Kernels(4), Tape())
+        self.plain = replace(self.compute, kernels=None, recorder=None)
+        self.launched = replace(self.compute, recorder=None)
         self.repeats = 20 if self.on_gpu else 1
         n = (256 if self.on_gpu else 4) * MIB
         here, there = (torch.zeros(n, dtype=torch.uint8, device=device) for _ in range(2))
@@ -101,6 +105,14 @@ class Bench:
             self.wait()
             times.append(time.perf_counter() - start)
         return statistics.median(times[2:] or times)
+
+    def free(self) -> int:
+        """Free bytes of the GPU."""
+        if not self.on_gpu:
+            return 0
+        self.wait()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def wait(self) -> None:
         """Until the device has done all."""
@@ -149,6 +161,31 @@ def product_rows(bench: Bench, kind: int) -> Iterator[Row]:
               **bench.rate(took, moved), note=" ".join(kernels.notes))  # fmt: skip
 
 
+def fused_rows(bench: Bench, kind: int) -> Iterator[Row]:
+    """Gate, up and activation in one launch, and the residual stream's sum and norm."""
+    from hybrid.head.kernels import matvec, norm
+
+    n_ff, n_in = (9, 256) if bench.tiny else (8192, 4096)
+    raw, kernels, then = few_rows(kind, 2 * n_ff, n_in), bench.kernels(), Nonlinearity("silu", gated=True)
+    held = Planes(torch.empty(raw.size, dtype=torch.uint8, device=bench.device), kind, (2 * n_ff, n_in))
+    held.write(0, torch.from_numpy(raw).to(bench.device))
+    x = torch.randn(1, n_in, device=bench.device)
+    got = kernels.matvec(held, x, None, then)
+    want = then(x.cpu().double() @ dequantize(torch.from_numpy(raw), kind).double().T)
+    error = None if got is None else relative(got, want)
+    took = bench.seconds(lambda i: kernels.matvec(held, x, None, then))
+    yield Row("gate and up", f"{type_name(kind)} [2 x {n_ff}, {n_in}]", error is not None and error < 1e-5, error,
+              **bench.rate(took, matvec.moved_bytes(held, 1, gated=True)), note=" ".join(kernels.notes))  # fmt: skip
+    h, weight = torch.randn(2, 1, n_in, device=bench.device), torch.rand(n_in, device=bench.device)
+    sums = kernels.add_and_norm(h[0], h[1], None, weight, 1e-5)
+    wanted = F.rms_norm(h.sum(0).cpu().double(), (n_in,), weight.cpu().double(), 1e-5)
+    error = None if sums is None else relative(sums[1], wanted)
+    took = bench.seconds(lambda i: kernels.add_and_norm(h[0], h[1], None, weight, 1e-5))
+    moved = norm.moved_bytes(1, n_in, add=True, norm=True)
+    yield Row("sum and norm", f"[{n_in}]", error is not None and error < 1e-5, error, **bench.rate(took, moved),
+              note=" ".join(kernels.notes))  # fmt: skip
+
+
 def _multiply(kernels: Kernels, copies: Sequence[Planes], x: torch.Tensor, i: int) -> None:
     kernels.matvec(copies[i % len(copies)], x, None)
 
@@ -190,7 +227,9 @@ def head_rows(bench: Bench, path: Path, shape: Shape) -> Iterator[Row]:
             with Peak(bench) as peak:
                 pretend_full(head.cache, placement.n_ctx - placement.n_batch)
                 run(head, placement.n_batch, placement.n_ctx - placement.n_batch)
-            predicted, measured = ledger_of(spec, placement).vram_bytes - CUDA_CONTEXT_BYTES, head.nbytes + peak.n_bytes
+            ledger, measured = ledger_of(spec, placement), head.nbytes + peak.n_bytes
+            # graphs have a row of their own
+            predicted = ledger.vram_bytes - CUDA_CONTEXT_BYTES - ledger.device.dynamic.graphs
             close = abs(predicted - measured) <= max(16 * MIB, 0.02 * measured)
             yield Row("ledger", f"{shape.name}, k = {k}", close, abs(predicted - measured) / measured,
                       n_bytes=measured, note=f"predicted {predicted / MIB:,.1f} MiB")  # fmt: skip
@@ -204,6 +243,7 @@ def head_rows(bench: Bench, path: Path, shape: Shape) -> Iterator[Row]:
                 run(head, prompt, 0)
 
             took = bench.seconds(decode)
+            yield graph_row(bench, file, head, decode, shape)
             kv = depth * sum(2 * (layer.n_embd_k + layer.n_embd_v) for layer in spec.layers[:k])
             weights = sum(layer.weight_bytes for layer in spec.layers[:k])
             yield Row("decode", f"{shape.name}, k = {k}, {depth} tokens deep", None,
@@ -212,6 +252,31 @@ def head_rows(bench: Bench, path: Path, shape: Shape) -> Iterator[Row]:
             yield Row("prefill", f"{shape.name}, k = {k}, {prompt} tokens", None, seconds=took,
                       note=f"{prompt / took:,.0f} tokens/s")  # fmt: skip
             head.close()
+
+
+def graph_row(bench: Bench, file: ModelFile, head: Head, decode: Callable[..., None], shape: Shape) -> Row:
+    """Decode as graphs against the same kernels launched one by one: results, both times, and the graphs' memory."""
+    free = bench.free()
+    one_by_one = Head(file, head.spec, head.placement, compute=bench.launched)
+    without = free - bench.free()
+    error = relative(*(_a_few_steps(each) for each in (head, one_by_one)))
+    took, slower = bench.seconds(decode), bench.seconds(partial(decode, head=one_by_one))
+    one_by_one.close()
+    free = bench.free()
+    again = Head(file, head.spec, head.placement, compute=bench.compute)
+    n_bytes = free - bench.free() - without
+    again.close()
+    note = "; ".join([f"{slower * 1e3:.2f} ms launched one by one", *again.notes])
+    return Row("graphs", f"{shape.name}, k = {head.n_layers}", error < 1e-3 and not again.notes, error, seconds=took,
+               n_bytes=n_bytes if bench.on_gpu else None, note=note)  # fmt: skip
+
+
+def _a_few_steps(head: Head) -> torch.Tensor:
+    """Behind a prompt, the third of three steps."""
+    pretend_full(head.cache, 0)
+    for at, n in ((0, 10), (10, 1), (11, 1)):
+        run(head, n, at)
+    return run(head, 1, 12)
 
 
 class Peak:
@@ -286,6 +351,8 @@ def check(bench: Bench) -> Iterator[Row]:
     """All of it."""
     for kind in FORMATS:
         yield from product_rows(bench, kind)
+    for kind in (8, 12):
+        yield from fused_rows(bench, kind)
     shapes = (TINY,) if bench.tiny else (EIGHT_B_Q4, EIGHT_B_Q8, ONE_B)
     with tempfile.TemporaryDirectory() as folder:
         for shape in shapes:

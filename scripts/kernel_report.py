@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from hybrid.head.kernels import attention, matvec, rope, tiles
+from hybrid.head.kernels import attention, matvec, norm, rope, tiles
 from hybrid.head.kernels.attention import Heads
 from hybrid.head.kernels.formats import FORMATS
 from hybrid.head.kernels.variant import Variant
@@ -66,7 +66,21 @@ def variants(small: bool) -> list[Variant]:
         for tokens in (1, 2, 4, 8)
         if matvec.tokens_of(form, tokens) == tokens
     ]
+    found += [
+        matvec.variant(form, matvec.tokens_of(form, tokens), bias=True, act="silu", gated=True)
+        for form in FORMATS.values()
+        for tokens in (1, 8)
+    ]
     found += [matvec.variant(form, 1, bias=True, experts=True) for form in FORMATS.values()]
+    for act in ("silu", "gelu", "swiglu_oai"):  # what follows the product does not depend on the format
+        found += [
+            matvec.variant(FORMATS[12], 1, bias=True, act=act, gated=True),
+            matvec.variant(FORMATS[12], 8, bias=True, act=act),
+            matvec.variant(FORMATS[12], 1, bias=True, experts=True, act=act, gated=True),
+            matvec.variant(FORMATS[39], 1, bias=True, experts=True, act=act, gated=True),
+        ]
+    for dim in (64, 96, 2048, 4096, 16384):
+        found += [norm.variant(dim, *does) for does in ((False, False, True), (True, False, True), (True, True, True))]
     found += [tiles.variant(form, dtype) for form in FORMATS.values() for dtype in (torch.bfloat16, torch.float16)]
     for heads, n_tokens in shapes():
         few = small or attention.is_small(heads)
@@ -90,7 +104,10 @@ def shapes() -> list[tuple[Heads, int]]:
     return found
 
 
-SPREAD = ("matvec q4_k x1", "matvec q6_k x8", "tile q4_k bf16", "attend 128 fp16 x16", "rope neox 128 u8")
+SPREAD = (
+    "matvec q4_k x1", "matvec q4_k x1 gated silu", "matvec q6_k x8", "tile q4_k bf16", "attend 128 fp16 x16",
+    "norm, add, norm 4096", "rope neox 128 u8",
+)  # fmt: skip
 """A kernel of each family."""
 
 
@@ -115,7 +132,7 @@ def compile_for(variant: Variant, target: str) -> Report:
     knobs.nvidia.dump_ptxas_log = True
     try:
         with contextlib.redirect_stdout(log):
-            compiled = triton.compile(source, target=gpu, options=dict(variant.options))
+            compiled = triton.compile(source, target=gpu, options=variant.options_for(cuda))
     except Exception as error:
         return Report(variant.name, target, error=f"{type(error).__name__}: {str(error).strip()[-500:]}")
     read = _read_ptxas if cuda else _read_amdgcn
@@ -214,6 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     jobs = [(i, target) for target in targets for i in chosen(target, options.only, options.spread)]
     found = []
     for report in reports(jobs, options.workers):
+        if not found or found[-1].target != report.target:
+            print(
+                f"{report.target}: {sum(job[1] == report.target for job in jobs)} kernels", file=sys.stderr, flush=True
+            )
         found.append(report)
         if not report.ok:
             print(f"{report.kernel} for {report.target}: {report.error or _cell(report)}", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -56,3 +57,18 @@ def gated(activation: Activation, gate: Tensor, up: Callable[[], Tensor]) -> Ten
     gate = ACTIVATIONS[activation](gate)
     change = UP.get(activation)
     return gate.mul_(up() if change is None else change(up()))
+
+
+@dataclass(frozen=True)
+class Nonlinearity:
+    """What a feed-forward part makes of its first product: act(product), or, `gated`, act(first half) * second half."""
+
+    activation: Activation
+    gated: bool
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """product [n, n_ff], or [n, 2 n_ff] where it is gated, to [n, n_ff]."""
+        if not self.gated:
+            return ACTIVATIONS[self.activation](product)
+        gate, up = product.chunk(2, dim=-1)
+        return gated(self.activation, gate, lambda: up)

@@ -7,6 +7,7 @@ tensor or its spec is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
@@ -15,7 +16,7 @@ from torch import Tensor
 from hybrid.head.feed_forward import feed_forward
 from hybrid.head.kv.base import KVCache
 from hybrid.head.loading import LayerWeights, Loader
-from hybrid.head.norm import Norm, make_norm
+from hybrid.head.norm import Norm, add_and_norm, make_norm, same
 from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec, RopeSpec
 
@@ -32,15 +33,16 @@ class Attention:
         names = ["attn_qkv"] if fused else ["attn_q", "attn_k", "attn_v"]
         if not fused and "attn_v.weight" not in weights:
             names.pop()  # values are the keys, before norm and rotation
-        self.qkv = [weights.linear(name) for name in names]
+        self.qkv = weights.joined(names)
         self.split = [spec.n_heads * spec.head_dim_k, spec.n_embd_k, spec.n_embd_v]
         self.q_norm, self.k_norm = norm("attn_q_norm"), norm("attn_k_norm")
         self.sinks = weights.vector("attn_sinks.weight")
         self.output = weights.linear("attn_output")
 
-    def __call__(self, x: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n_tokens, n_embd], normalised, to queries, keys and values [n_tokens, heads, head_dim], unrotated."""
         spec, n = self.spec, x.shape[0]
-        rows = [linear(x) for linear in self.qkv]
+        rows = [row for joined in self.qkv for row in joined(x)]
         if len(rows) == 1:
             rows = list(torch.split(rows[0], self.split, dim=-1))
         q, k, v = rows[0], rows[1], rows[-1]
@@ -49,9 +51,21 @@ class Attention:
         v = v.view(n, spec.n_kv_heads, spec.head_dim_v)
         if spec.normalised_values:
             v = F.rms_norm(v, v.shape[-1:], None, self.eps)
-        rotation = None if spec.rope is None else rotations[spec.rope]
-        out = cache.attend(self.layer, q, k, v, positions, seqs, self.sinks, rotation)  # [n, n_heads, head_dim_v]
-        return self.output(out.reshape(n, -1))
+        return q, k, v
+
+    def rotation(self, rotations: Rotations) -> Rotation | None:
+        """What these queries and keys are turned by."""
+        return None if self.spec.rope is None else rotations[self.spec.rope]
+
+
+@dataclass
+class Stream:
+    """The residual stream between two parts of a layer."""
+
+    h: Tensor
+    """[n_tokens, n_embd] float32."""
+    x: Tensor
+    """The norm of it, which the next part reads."""
 
 
 class Block:
@@ -61,7 +75,8 @@ class Block:
         weights = LayerWeights(loader, spec.weights, f"Layer {spec.index}")
 
         def norm(name: str) -> Norm:
-            return make_norm(spec.norm, weights.vector(name + ".weight"), weights.vector(name + ".bias"), eps)
+            found = weights.vector(name + ".weight"), weights.vector(name + ".bias")
+            return make_norm(spec.norm, *found, eps, loader.compute.kernels)
 
         self.spec = spec
         self.attn_norm, self.ffn_norm = norm("attn_norm"), norm("ffn_norm")
@@ -72,18 +87,21 @@ class Block:
         self.output_scale = weights.vector("layer_output_scale.weight")
         weights.check_all_used()
 
-    def __call__(self, h: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor) -> Tensor:
-        """h [n_tokens, n_embd] to the same shape."""
+    def finish(self, stream: Stream, out: Tensor, following: Norm) -> None:
+        """What comes behind attention, whose output is `out` [n_tokens, n_embd]: `stream` becomes that behind the
+        layer, normalised by `following`."""
         scale = self.spec.residual_scale
         if self.spec.parallel:
-            x = self.attn_norm(h)
-            h = h.add(self.feed_forward(x, h), alpha=scale)
-            return h.add_(self.attention(x, rotations, cache, positions, seqs), alpha=scale)
-        out = self.post_attention_norm(self.attention(self.attn_norm(h), rotations, cache, positions, seqs))
-        h = h.add(out, alpha=scale)
-        out = self.post_ffw_norm(self.feed_forward(self.ffn_norm(h), h))
-        h = h.add(out, alpha=scale)
-        return h if self.output_scale is None else h.mul_(self.output_scale)
+            h = stream.h.add(self.feed_forward(stream.x, stream.h), alpha=scale)
+            stream.h, stream.x = add_and_norm(h, out, same, scale, following)
+            return
+        stream.h, stream.x = add_and_norm(stream.h, out, self.post_attention_norm, scale, self.ffn_norm)
+        out = self.feed_forward(stream.x, stream.h)
+        if self.output_scale is None:
+            stream.h, stream.x = add_and_norm(stream.h, out, self.post_ffw_norm, scale, following)
+        else:
+            h, _ = add_and_norm(stream.h, out, self.post_ffw_norm, scale, same)
+            stream.h, stream.x = h.mul_(self.output_scale), following(h)
 
 
 def run(
@@ -91,8 +109,15 @@ def run(
 ) -> Tensor:
     """All blocks in turn; while one attends, the cache may fetch what the next will need."""
     cache.prefetch(0, positions, seqs)
+    stream = Stream(h, blocks[0].attn_norm(h))
     for layer, block in enumerate(blocks):
-        if layer + 1 < len(blocks):
+        last = layer + 1 == len(blocks)
+        if not last:
             cache.prefetch(layer + 1, positions, seqs)
-        h = block(h, rotations, cache, positions, seqs)
-    return h
+        attention = block.attention
+        rows = attention.project(stream.x)
+        out = cache.attend(layer, *rows, positions, seqs, attention.sinks, attention.rotation(rotations))
+        del rows
+        out = attention.output(out.flatten(1))
+        block.finish(stream, out, same if last else blocks[layer + 1].attn_norm)
+    return stream.h

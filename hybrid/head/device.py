@@ -11,6 +11,7 @@ import torch
 from hybrid.errors import HostMemoryError, OutOfMemoryError, UnsupportedError
 from hybrid.head.kernels.choice import Kernels
 from hybrid.head.memory import LiveBytes
+from hybrid.head.recorder import CudaRecorder, Recorder
 from hybrid.schedule.ledger import CUDA_CONTEXT_BYTES
 
 INSTEAD = "use --device cpu to run the head on the CPU, or -ngl 0 to leave everything to llama.cpp"
@@ -34,6 +35,8 @@ class Compute:
     tile of a kernel, which needs none, is the most memory that is used."""
     kernels: Kernels | None = None
     """The Triton kernels of the device, where it has any."""
+    recorder: Recorder | None = None
+    """What records decode, where there are kernels and the device has graphs."""
 
     @classmethod
     def on(cls, device: torch.device) -> Compute:
@@ -45,7 +48,8 @@ class Compute:
             return cls(device, torch.float32, expand=True, tile_values=1 << 18)
         if device.type == "cuda":
             kernels = Kernels.on(device)
-            return cls(device, _matmul_dtype(device), False, 1 << 25, temporaries=False, kernels=kernels)
+            recorder = None if kernels is None else CudaRecorder(device)
+            return cls(device, _matmul_dtype(device), False, 1 << 25, False, kernels, recorder)
         return cls(device, _matmul_dtype(device), expand=False, tile_values=1 << 23)
 
 

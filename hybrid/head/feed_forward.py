@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
-from hybrid.head.activation import ACTIVATIONS, gated
+from hybrid.head.activation import Nonlinearity, gated
 from hybrid.head.kernels.formats import FEW_TOKENS
 from hybrid.head.loading import LayerWeights
 from hybrid.head.norm import Norm
@@ -23,19 +23,22 @@ class Dense:
 
     def __init__(self, spec: FfnSpec, weights: LayerWeights, suffix: str = "") -> None:
         self.spec = spec
-        self.gate = weights.linear("ffn_gate" + suffix) if spec.gated and not spec.fused else None
-        self.up = weights.linear("ffn_up" + suffix)
+        self.then = Nonlinearity(spec.activation, spec.gated)
+        names = ["ffn_gate" + suffix, "ffn_up" + suffix] if spec.gated and not spec.fused else ["ffn_up" + suffix]
+        joined = weights.joined(names)
+        self.parts = [part for each in joined for part in each.parts]
+        self.whole = joined[0].whole if len(joined) == 1 else None
         self.down = weights.linear("ffn_down" + suffix)
 
     def __call__(self, x: Tensor, h: Tensor) -> Tensor:
         """x [n_tokens, n_embd], normalised, to the same shape; the residual stream `h` is not read."""
-        act = self.spec.activation
-        if not self.spec.gated:
-            return self.down(ACTIVATIONS[act](self.up(x)))
-        if self.gate is not None:
-            return self.down(gated(act, self.gate(x), lambda: self.up(x)))
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(gated(act, gate, lambda: up))
+        inner = None if self.whole is None else self.whole.of_few(x, self.then)
+        if inner is not None:
+            return self.down(inner)
+        if len(self.parts) == 1:
+            return self.down(self.then(self.parts[0](x)))
+        gate, up = self.parts
+        return self.down(gated(self.spec.activation, gate(x), lambda: up(x)))
 
 
 class Experts:
@@ -53,7 +56,8 @@ class Experts:
         self.router_scale = weights.vector("ffn_gate_inp.scale")
         merged = "ffn_gate_up_exps.weight" in weights
         names = ["ffn_gate_up_exps"] if merged else ["ffn_gate_exps", "ffn_up_exps"]
-        self.gate_up = [weights.experts(name) for name in names]
+        self.then = Nonlinearity(spec.activation, gated=True)
+        self.gate_up, self.both = weights.joined_experts(names)
         self.down = weights.experts("ffn_down_exps")
         self.own_norm = "pre_ffw_norm_2.weight" in weights
         self.norm, self.post_norm = norm("pre_ffw_norm_2"), norm("post_ffw_norm_2")
@@ -64,15 +68,14 @@ class Experts:
         """x [n_tokens, n_embd], normalised, and the residual stream `h` it comes from, to the same shape."""
         shares, chosen = self._route(x, h)
         n, n_used = chosen.shape
+        rows = self.norm(h) if self.own_norm else x
         if n <= FEW_TOKENS:
-            rows = (self.norm(h) if self.own_norm else x).repeat_interleave(n_used, 0)
             out = self._row_by_row(rows, chosen.flatten())
             if out is not None:
                 return self._sum(out, shares, x, h)
         order = chosen.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.n_experts).tolist()
-        rows = (self.norm(h) if self.own_norm else x)[order // n_used]
-        out = self.down(self._inner(rows, counts), counts)
+        out = self.down(self._inner(rows[order // n_used], counts), counts)
         back = torch.empty_like(out)
         back[order] = out
         return self._sum(back, shares, x, h)
@@ -83,14 +86,14 @@ class Experts:
         return total if self.shared is None else total + self.shared_post_norm(self.shared(x, h))
 
     def _row_by_row(self, rows: Tensor, chosen: Tensor) -> Tensor | None:
-        """Outputs of (token, choice) pairs through kernels, for which the host does not wait for the router's choice;
-        None where there are none."""
+        """Outputs of the (token, choice) pairs of `rows` [n_tokens, n_embd] through kernels, for which the host does
+        not wait for the router's choice; None where there are none."""
+        if self.both is not None:
+            inner = self.both.row_by_row(rows, chosen, self.then)
+            return None if inner is None else self.down.row_by_row(inner, chosen)
         found = [linear.row_by_row(rows, chosen) for linear in self.gate_up]
-        if any(part is None for part in found):
-            return None
         parts = [part for part in found if part is not None]
-        gate, up = parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)
-        return self.down.row_by_row(gated(self.spec.activation, gate, lambda: up), chosen)
+        return None if len(parts) < len(found) else self.down.row_by_row(self.then(torch.cat(parts, dim=-1)), chosen)
 
     def _inner(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Rows sorted by expert, [n_rows, n_embd], to act(gate) * up, [n_rows, n_ff]."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import BadRequestError, UnsupportedError
-from hybrid.head.decoder import Block, run
+from hybrid.head.decoder import Block, Rotations, run
 from hybrid.head.device import Compute, allocating, limit_memory, open_device
 from hybrid.head.embedding import TokenEmbedding
+from hybrid.head.graphs import Graphs
 from hybrid.head.kernels.formats import FEW_TOKENS
-from hybrid.head.kv.base import KVCache
-from hybrid.head.kv.cache import open_cache
+from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.head.linear import QuantLinear
 from hybrid.head.loading import Loader
 from hybrid.head.memory import LiveBytes
@@ -30,6 +30,7 @@ from hybrid.schedule.placement import Placement
 Ints = npt.NDArray[np.integer]
 OUTPUT = ("output_norm.weight", "output_norm.bias", "output.bias")
 """What the output head has besides its matrix."""
+CPU = torch.device("cpu")
 N_CTX_STEP = 256
 """llama.cpp rounds a context up to a multiple of it."""
 
@@ -37,7 +38,7 @@ N_CTX_STEP = 256
 class Head:
     """The early layers in torch. Not thread-safe: one thread at a time, whose torch thread count applies."""
 
-    cache: KVCache
+    cache: LayeredKVCache
     """Keys and values of the k layers."""
     notes: list[str]
     """What the user should know, a sentence each (weights that could not stay quantised)."""
@@ -102,9 +103,13 @@ class Head:
             loader.close()
         self.weight_bytes = loader.device_bytes
         """Device bytes of the weights as they are held."""
+        self._graphs: Graphs | None = None
         if self.compute.kernels is not None:
             self._try_kernels()
         self.notes = [*loader.notes, *self.cache.notes, *(self.compute.kernels.notes if self.compute.kernels else ())]
+        if self.compute.kernels is not None and self.compute.recorder is not None:
+            self._graphs = Graphs(self._blocks, self.cache, self.compute.recorder, self._work, self.notes)
+            self._try_tokens(1)
 
     @torch.inference_mode()
     def forward(self, tokens: Ints, positions: Ints, seqs: Ints) -> Tensor:
@@ -118,9 +123,12 @@ class Head:
         device = self.compute.device
         with self._computing(len(where)):
             h = self._embedding(np.asarray(tokens, np.int64))
-            rotations = {spec: rope.rotation(where, device) for spec, rope in self._ropes.items()}
             on_host = torch.from_numpy(where), torch.from_numpy(np.asarray(seqs, np.int64))
-            return run(self._blocks, h, rotations, self.cache, *on_host)
+            if self._graphs is not None and self._graphs.takes(len(where)):
+                out = self._graphs.step(h, self._rotations(where, CPU), self.cache.stretches(*on_host))
+                if out is not None:
+                    return out
+            return run(self._blocks, h, self._rotations(where, device), self.cache, *on_host)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -147,6 +155,7 @@ class Head:
         if self._closed:
             return
         self._closed = True
+        self._graphs = None
         self._blocks.clear()
         self._ropes.clear()
         self._output = self._output_norm = None
@@ -155,14 +164,21 @@ class Head:
         if self.compute.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _rotations(self, positions: npt.NDArray[np.int64], device: torch.device) -> Rotations:
+        return {spec: rope.rotation(positions, device) for spec, rope in self._ropes.items()}
+
     def _try_kernels(self) -> None:
         """Compile what decode and a prompt need, so that the first answer does not wait for it, and that what does not
         run here is known when the notes are read."""
-        for n in (1, min(FEW_TOKENS + 1, self.placement.n_batch, self.placement.n_ctx)):
-            hidden = self.forward(np.zeros(n, np.int64), np.arange(n), np.zeros(n, np.int64))
-            if self._output is not None:
-                self.logits(hidden[-1:])
-            self.cache.trim(0, 0)
+        n_most = min(FEW_TOKENS + 1, self.placement.n_batch, self.placement.n_ctx)
+        for n in (1, n_most):
+            self._try_tokens(n)
+
+    def _try_tokens(self, n: int) -> None:
+        hidden = self.forward(np.zeros(n, np.int64), np.arange(n), np.zeros(n, np.int64))
+        if self._output is not None:
+            self.logits(hidden[-1:])
+        self.cache.trim(0, 0)
 
     def _computing(self, n_tokens: int) -> AbstractContextManager[object]:
         stack = ExitStack()

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
+from hybrid.head.activation import Nonlinearity
 from hybrid.head.dequant import PLAIN, dequantize
 from hybrid.head.device import Compute
 from hybrid.head.kernels.formats import Planes, Stack
@@ -27,7 +28,8 @@ class Workspace:
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
-        self._buffer = torch.empty(0, dtype=compute.dtype, device=compute.device)
+        self.buffer = torch.empty(0, dtype=compute.dtype, device=compute.device)
+        """It grows to the largest tile used."""
 
     def rows(self, n_out: int, n_in: int, *, by_kernel: bool = False) -> int:
         """Rows of a matrix [n_out, n_in] that make one tile."""
@@ -39,18 +41,18 @@ class Workspace:
     def room(self, rows: int, n_in: int) -> Tensor:
         """The buffer as [rows, n_in] in the compute dtype, for a tile that is valid until the next call."""
         n = rows * n_in
-        if self._buffer.numel() < n:
-            self._buffer = torch.empty(n, dtype=self.compute.dtype, device=self.compute.device)
-        return self._buffer[:n].view(rows, n_in)
+        if self.buffer.numel() < n:
+            self.buffer = torch.empty(n, dtype=self.compute.dtype, device=self.compute.device)
+        return self.buffer[:n].view(rows, n_in)
 
     def release(self) -> None:
         """Give the buffer back; the next tile makes another."""
-        self._buffer = self._buffer.new_empty(0)
+        self.buffer = self.buffer.new_empty(0)
 
     @property
     def nbytes(self) -> int:
         """Device bytes of the buffer (it grows to the largest tile used)."""
-        return self._buffer.nbytes
+        return self.buffer.nbytes
 
 
 class QuantLinear:
@@ -75,8 +77,7 @@ class QuantLinear:
         """x [n_tokens, n_in] float32 to [n_tokens, n_out] float32. The product of a few tokens and planes is in
         float32; others are in the compute dtype."""
         if isinstance(self.weight, Planes):
-            kernels = self.work.compute.kernels
-            few = None if kernels is None else kernels.matvec(self.weight, x, self.bias)
+            few = self.of_few(x)
             if few is not None:
                 return few
             y = self._tile_by_tile(x.to(self.dtype), self._tiles_of_planes(self.weight))
@@ -87,6 +88,13 @@ class QuantLinear:
         else:
             y = F.linear(x.to(self.dtype), self.weight).float()
         return y if self.bias is None else y.add_(self.bias)
+
+    def of_few(self, x: Tensor, then: Nonlinearity | None = None) -> Tensor | None:
+        """The same of a few tokens, or what `then` makes of it, in one launch; None where there is no kernel for it."""
+        kernels = self.work.compute.kernels
+        if kernels is None or not isinstance(self.weight, Planes):
+            return None
+        return kernels.matvec(self.weight, x, self.bias, then)
 
     def _tile_by_tile(self, x: Tensor, tiles: Iterator[tuple[int, Tensor]]) -> Tensor:
         y = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
@@ -121,6 +129,21 @@ class QuantLinear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
+class Joined:
+    """Linears of the same input. `whole`, where it is there, is one matrix of all their rows, which are parts of it: of
+    a few tokens, its product is one launch."""
+
+    def __init__(self, parts: Sequence[QuantLinear], whole: QuantLinear | None = None) -> None:
+        self.parts, self.whole = parts, whole
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        """x [n_tokens, n_in] float32 to [n_tokens, n_out] float32 of each."""
+        rows = None if self.whole is None else self.whole.of_few(x)
+        if rows is None:
+            return [linear(x) for linear in self.parts]
+        return torch.split(rows, [linear.n_out for linear in self.parts], dim=-1)
+
+
 class ExpertLinear:
     """One matrix an expert, and a product that multiplies each row by the matrix of the expert it was sent to."""
 
@@ -148,13 +171,14 @@ class ExpertLinear:
                 start += n
         return y
 
-    def row_by_row(self, x: Tensor, chosen: Tensor) -> Tensor | None:
-        """x [n_rows, n_in] float32, of a few tokens, to [n_rows, n_out]: row i by expert chosen[i], which the host need
-        not know. None where there is no kernel for that."""
+    def row_by_row(self, x: Tensor, chosen: Tensor, then: Nonlinearity | None = None) -> Tensor | None:
+        """x [n / m, n_in] float32, of a few tokens, and m experts for each, chosen [n], to [n, n_out], or what `then`
+        makes of that: row i // m by expert chosen[i], which the host need not know. None where there is no kernel for
+        that."""
         kernels = self.experts[0].work.compute.kernels
-        if kernels is None or self._stack is None:
+        if kernels is None or self._stack is None or (then is not None and self._scales is not None):
             return None
-        y = kernels.expert_matvec(self._stack, x, chosen)
+        y = kernels.expert_matvec(self._stack, x, chosen, then)
         return y if y is None or self._scales is None else y.mul_(self._scales[chosen].unsqueeze(1))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from hybrid.errors import Cancelled, UnsupportedError
 from hybrid.head.dequant import PLAIN, SUPPORTED, dequantize, dequantize_on_host
 from hybrid.head.device import Compute, allocating
 from hybrid.head.kernels.formats import Planes
-from hybrid.head.linear import ExpertLinear, QuantLinear, Workspace
+from hybrid.head.linear import ExpertLinear, Joined, QuantLinear, Workspace
 from hybrid.head.memory import host_memory
 from hybrid.head.pinned import pinned
 from hybrid.model.file import ModelFile, TensorInfo
@@ -61,6 +62,30 @@ class Loader:
         [weight], kind = self._matrices(info, 1)
         return QuantLinear(weight, kind, info.shape, None if bias is None else self.vector(bias), self.work)
 
+    def joined(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Joined:
+        """Matrices with the same input: in one, where kernels multiply by them and they are of one type."""
+        if not self._can_join(infos):
+            return Joined([self.linear(info, bias) for info, bias in zip(infos, biases, strict=True)])
+        [planes] = self._planes(infos, 1)
+        bias = self._joined_bias(infos, biases)
+        whole = QuantLinear(planes, infos[0].type, (planes.n_rows, planes.n_in), bias, self.work)
+        return Joined(_parts(whole, [info.shape[0] for info in infos]), whole)
+
+    def joined_experts(
+        self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]
+    ) -> tuple[Sequence[ExpertLinear], ExpertLinear | None]:
+        """The same of matrices that experts have: each by itself, and all in one, or None where they are not."""
+        if not self._can_join(infos):
+            return [self.experts(info, bias) for info, bias in zip(infos, biases, strict=True)], None
+        planes, bias = self._planes(infos, infos[0].shape[0]), self._joined_bias(infos, biases)
+        shape = planes[0].n_rows, planes[0].n_in
+        every = [None] * len(planes) if bias is None else bias.unbind()
+        wholes = [QuantLinear(p, p.kind, shape, b, self.work) for p, b in zip(planes, every, strict=True)]
+        widths = [info.shape[1] for info in infos]
+        parts = zip(*(_parts(whole, widths) for whole in wholes), strict=True)
+        own = [None] * len(widths) if bias is None else [b.contiguous() for b in torch.split(bias, widths, dim=1)]
+        return [ExpertLinear(p, b) for p, b in zip(parts, own, strict=True)], ExpertLinear(wholes, bias)
+
     def experts(
         self, info: TensorInfo, bias: TensorInfo | None = None, scale: TensorInfo | None = None
     ) -> ExpertLinear:
@@ -77,38 +102,68 @@ class Loader:
         linears = [QuantLinear(w, kind, (n_out, n_in), b, self.work) for w, b in zip(matrices, biases, strict=True)]
         return ExpertLinear(linears, all_biases, None if scale is None else self.vector(scale))
 
+    def _can_join(self, infos: Sequence[TensorInfo]) -> bool:
+        first = infos[0]
+        like = all((info.type, info.shape[-1]) == (first.type, first.shape[-1]) for info in infos)
+        return like and self._in_planes(first)
+
+    def _in_planes(self, info: TensorInfo) -> bool:
+        """Whether a matrix of this type and width is kept in planes."""
+        compute, kind = self.compute, info.type
+        if compute.kernels is None or compute.expand or kind not in SUPPORTED or PLAIN.get(kind) == compute.dtype:
+            return False
+        return compute.kernels.multiplies(kind, info.shape[-1])
+
+    def _joined_bias(self, infos: Sequence[TensorInfo], biases: Sequence[TensorInfo | None]) -> Tensor | None:
+        """Biases as those of one matrix of all rows, [n_out] or [n_experts, n_out]; zeros where one has none."""
+        if all(bias is None for bias in biases):
+            return None
+        device = self.compute.device
+        parts = [
+            torch.zeros(info.shape[:-1], device=device) if bias is None else self.vector(bias).view(info.shape[:-1])
+            for info, bias in zip(infos, biases, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def _planes(self, infos: Sequence[TensorInfo], n: int) -> list[Planes]:
+        """n matrices in planes on the device, each of the rows that each of `infos` has for it, one after the other."""
+        kind, n_in = infos[0].type, infos[0].shape[-1]
+        widths = [info.n_values // n_in // n for info in infos]
+        n_bytes = sum(info.n_bytes for info in infos)
+        with allocating(f"Loading {infos[0].name}", n_bytes, self.compute.device):
+            data = torch.empty(n, n_bytes // n, dtype=torch.uint8, device=self.compute.device)
+            planes = [Planes(each, kind, (sum(widths), n_in)) for each in data]
+            for info, first, width in zip(infos, accumulate(widths, initial=0), widths, strict=False):
+                self._fill_planes([each.part(first, width) for each in planes], info)
+        self.device_bytes += data.nbytes
+        return planes
+
     def _matrices(self, info: TensorInfo, n: int) -> tuple[Sequence[Tensor | Planes], int | None]:
         """The n matrices of a tensor on the device: [n_rows, row_bytes] uint8 of the returned type, or their planes, or
         numbers if the type is None."""
+        if self._in_planes(info):
+            return self._planes([info], n), info.type
         n_in = info.shape[-1]
         n_rows = info.n_values // n_in
         compute, device = self.compute, self.compute.device
         quantised = not compute.expand and info.type in SUPPORTED
-        kernels = compute.kernels if quantised and PLAIN.get(info.type) != compute.dtype else None
         held = info.n_bytes if quantised else info.n_values * compute.dtype.itemsize
-        parts: list[Tensor | Planes]
         with allocating(f"Loading {info.name}", held, device):
             if not quantised:
                 weight = torch.empty(n_rows, n_in, dtype=compute.dtype, device=device)
             else:
                 weight = torch.empty(n_rows, info.n_bytes // n_rows, dtype=torch.uint8, device=device)
-            parts = list(weight.view(n, n_rows // n, -1).unbind())
-            if kernels is not None and kernels.multiplies(info.type, n_in):
-                planes = [Planes(part.view(-1), info.type, (n_rows // n, n_in)) for part in weight.view(n, -1)]
-                self._fill_planes(planes, info)
-                parts = [*planes]
-            else:
-                for row, raw in self._tiles(info, n_rows):
-                    target = weight[row : row + raw.shape[0]]
-                    if quantised:
-                        self._staging.send(raw, target)
-                    else:
-                        target.copy_(self._on_host(raw, info.type))
+            for row, raw in self._tiles(info, n_rows):
+                target = weight[row : row + raw.shape[0]]
+                if quantised:
+                    self._staging.send(raw, target)
+                else:
+                    target.copy_(self._on_host(raw, info.type))
         self.device_bytes += weight.nbytes
         if info.type not in SUPPORTED:
             name = type_name(info.type)
             self._expanded[name] = self._expanded.get(name, 0) + held
-        return parts, info.type if quantised else None
+        return weight.view(n, n_rows // n, -1).unbind(), info.type if quantised else None
 
     def _fill_planes(self, planes: Sequence[Planes], info: TensorInfo) -> None:
         """Send a tensor's rows to the device as they are in the file; the device takes their blocks apart."""
@@ -169,18 +224,28 @@ class LayerWeights:
 
     def linear(self, name: str) -> QuantLinear:
         """`name`.weight with `name`.bias where there is one. Raises UnsupportedError if the weight is missing."""
-        info = self._take(name + ".weight")
-        if info is None:
-            raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
-        return self._loader.linear(info, self._take(name + ".bias"))
+        return self._loader.linear(self._weight(name), self._take(name + ".bias"))
+
+    def joined(self, names: Sequence[str]) -> list[Joined]:
+        """As `linear`, of several with the same input: those that follow each other and are of one type, together."""
+        infos = {name: self._weight(name) for name in names}
+        groups = [list(group) for _, group in groupby(names, key=lambda name: infos[name].type)]
+        return [
+            self._loader.joined([infos[name] for name in group], [self._take(name + ".bias") for name in group])
+            for group in groups
+        ]
+
+    def joined_experts(self, names: Sequence[str]) -> tuple[Sequence[ExpertLinear], ExpertLinear | None]:
+        """As `experts`, of several with the same input: each by itself, and all in one where that can be."""
+        if any(name + ".scale" in self for name in names):
+            return [self.experts(name) for name in names], None
+        infos = [self._weight(name) for name in names]
+        return self._loader.joined_experts(infos, [self._take(name + ".bias") for name in names])
 
     def experts(self, name: str) -> ExpertLinear:
         """`name`.weight with `name`.bias and `name`.scale where they are. Raises UnsupportedError if the weight is
         missing."""
-        info = self._take(name + ".weight")
-        if info is None:
-            raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
-        return self._loader.experts(info, self._take(name + ".bias"), self._take(name + ".scale"))
+        return self._loader.experts(self._weight(name), self._take(name + ".bias"), self._take(name + ".scale"))
 
     def vector(self, name: str) -> Tensor | None:
         """The vector (or small float32 tensor) `name`, or None."""
@@ -195,9 +260,26 @@ class LayerWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights
 
+    def _weight(self, name: str) -> TensorInfo:
+        info = self._take(name + ".weight")
+        if info is None:
+            raise UnsupportedError(f"{self._where} has no {name}.weight, which the GPU half needs; use -ngl 0.")
+        return info
+
     def _take(self, name: str) -> TensorInfo | None:
         self._used.add(name)
         return self._weights.get(name)
+
+
+def _parts(whole: QuantLinear, widths: Sequence[int]) -> list[QuantLinear]:
+    """Linears of so many rows each of a matrix in planes."""
+    planes, biases = whole.weight, [None] * len(widths) if whole.bias is None else torch.split(whole.bias, list(widths))
+    assert isinstance(planes, Planes)
+    starts = accumulate(widths, initial=0)
+    return [
+        QuantLinear(planes.part(first, n), whole.kind, (n, whole.n_in), bias, whole.work)
+        for first, n, bias in zip(starts, widths, biases, strict=False)
+    ]
 
 
 class _Staging:

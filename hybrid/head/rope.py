@@ -7,6 +7,7 @@ by the same chain of float32 products that ggml uses: at a position in the thous
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,10 +36,19 @@ class Rotation:
         q, k = rotate(q, self.cos, self.sin, self.spec), rotate(k, self.cos, self.sin, self.spec)
         return (q if self.query_scale is None else q * self.query_scale), k
 
+    @property
+    def parts(self) -> Sequence[Tensor]:
+        """All tensors."""
+        return (self.cos, self.sin) if self.query_scale is None else (self.cos, self.sin, self.query_scale)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Rotation:
+        """Another one, of changed tensors."""
+        scale = None if self.query_scale is None else change(self.query_scale)
+        return Rotation(self.spec, change(self.cos), change(self.sin), scale)
+
     def of(self, rows: slice) -> Rotation:
         """Of these tokens."""
-        scale = None if self.query_scale is None else self.query_scale[rows]
-        return Rotation(self.spec, self.cos[rows], self.sin[rows], scale)
+        return self.map(lambda part: part[rows])
 
 
 class Rope:

@@ -97,6 +97,19 @@ def workspace_bytes(spec: ModelSpec, placement: Placement) -> int:
     return int(values * (how.value_bytes + (TILE_TEMPORARY_BYTES if how.temporaries else 0)))
 
 
+GRAPH_BYTES = 256 << 10
+"""VRAM of a layer's recorded graph, its temporaries included: assumed, no GPU has been asked. A layer is some twenty
+kernels, and what CUDA keeps for each is not documented."""
+GRAPH_SHAPES = 4
+"""Shapes of steps that are recorded, at most (`hybrid.head.graphs`)."""
+
+
+def graph_bytes(placement: Placement) -> int:
+    """Graphs of decode, which only CUDA devices have."""
+    on_cuda = placement.device.split(":")[0] == "cuda"
+    return GRAPH_SHAPES * GRAPH_BYTES * placement.n_gpu_layers if on_cuda else 0
+
+
 BF16 = 30
 """Already what an accelerator multiplies."""
 

@@ -63,6 +63,8 @@ class Dynamic:
     """Temporaries of one batch in torch."""
     workspace: int = 0
     """A tile of dequantised weights (torch); rounded activations and attention tiles (llama.cpp)."""
+    graphs: int = 0
+    """Decode, recorded (torch, on CUDA)."""
     compute: int = 0
     """llama.cpp's compute buffer."""
     output: int = 0
@@ -76,7 +78,7 @@ class Dynamic:
     @property
     def n_bytes(self) -> int:
         """All of it."""
-        rest = self.activations + self.workspace + self.compute + self.output + self.staging
+        rest = self.activations + self.workspace + self.graphs + self.compute + self.output + self.staging
         return sum(self.kv) + rest + self.vocabulary + self.runtime
 
 
@@ -152,6 +154,7 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
             kv=tuple(size for size in on_device if size),
             activations=head_size.activation_bytes(spec, placement),
             workspace=head_size.workspace_bytes(spec, placement),
+            graphs=head_size.graph_bytes(placement),
             staging=passing,
             runtime=CUDA_CONTEXT_BYTES if gpu and device.startswith("cuda") else 0,
         ),

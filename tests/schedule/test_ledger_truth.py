@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid.head import attention, device
+from hybrid.head import attention, device, graphs
 from hybrid.head.activation import gelu
 from hybrid.head.dequant import SUPPORTED
 from hybrid.head.device import Compute
@@ -59,6 +59,7 @@ def test_the_constants_are_the_heads_own() -> None:
     assert (head_size.CPU.rows, head_size.ACCELERATOR.rows) == (attention.ROWS, attention.ROWS_ACCELERATOR)
     assert attention.CONVERT_BYTES == head_size.CONVERT_BYTES
     assert SUPPORTED == head_size.QUANTISED
+    assert graphs.MAX_SHAPES == head_size.GRAPH_SHAPES
 
 
 def measure_head(file: ModelFile, placement: Placement) -> int:

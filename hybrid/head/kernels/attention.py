@@ -44,14 +44,16 @@ def _rows(plane, slot, d, head, n_heads, DIM: tl.constexpr, PACKED: tl.constexpr
         return tl.load(plane + (slot * n_heads + head) * DIM + d, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["p0", "n_tokens", "first", "capacity", "split_keys", "window", "scale", "softcap"])
+@triton.jit(do_not_specialize=["where", "n_tokens", "least", "capacity", "window", "scale", "softcap"])
 def attend_kernel(
-    q, k, v, sinks, out, lse, p0, n_tokens, first, capacity, split_keys, window, scale, softcap,
+    q, k, v, sinks, out, lse, where, n_tokens, least, capacity, window, scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, PAD_K: tl.constexpr,
     PAD_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, LEAST_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """out [split, token, head, DIM_V], lse [split, token, head] of the split's keys. Grid: (KV heads, splits)."""
+    """out [split, token, head, DIM_V], lse [split, token, head] of the split's keys. Grid: (KV heads, splits).
+
+    `where` is the first token's position, and the sequence; keys before `least` do not count."""
     n_kv_heads: tl.constexpr = HEADS // GROUP
     kv_head, split = tl.program_id(0), tl.program_id(1)
     r = tl.arange(0, ROWS)
@@ -61,16 +63,20 @@ def attend_kernel(
     at_q = (token * HEADS + head)[:, None] * DIM_K + dk
     queries = tl.load(q + at_q, mask=real[:, None] & (dk < DIM_K), other=0.0)
     queries = queries.to(tl.float16 if PACKED else k.dtype.element_ty)
+    p0 = tl.load(where)
+    rows = tl.load(where + 1).to(tl.int64) * capacity
     here = (p0 + token)[:, None]
     end = p0 + n_tokens
-    start = first + split * split_keys
-    stop = tl.minimum(start + split_keys, end)
+    first = tl.maximum(least, tl.where(window == 0, 0, p0 - window + 1))
+    share = tl.cdiv(tl.cdiv(end - first, tl.num_programs(1)), LEAST_KEYS) * LEAST_KEYS
+    start = first + split * share
+    stop = tl.minimum(start + share, end)
     best = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, PAD_V], tl.float32)
     for at in range(start, stop, KEYS):
         key = at + tl.arange(0, KEYS)
-        slot = (key % capacity).to(tl.int64)[:, None]
+        slot = (rows + key % capacity)[:, None]
         inside = (key < stop)[:, None]
         keys = _rows(k, slot, dk, kv_head, n_kv_heads, DIM_K, PACKED, inside & (dk < DIM_K))
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
@@ -158,15 +164,17 @@ def attend_variant(heads: Heads, n_tokens: int, sinks: bool, small: bool) -> Var
     constants = {
         "HEADS": heads.n_heads, "GROUP": heads.group, "DIM_K": heads.dim_k, "DIM_V": heads.dim_v, "PAD_K": pad_k,
         "PAD_V": pad_v, "ROWS": rows, "KEYS": keys,
-        "PACKED": heads.dtype == torch.uint8, "SOFTCAP": heads.softcap, "SINKS": sinks,
+        "PACKED": heads.dtype == torch.uint8, "SOFTCAP": heads.softcap, "SINKS": sinks, "LEAST_KEYS": LEAST_KEYS,
     }  # fmt: skip
     held = "*" + TRITON_TYPES[heads.dtype]
     types = {"q": "*fp32", "k": held, "v": held} | dict.fromkeys(("sinks", "out", "lse"), "*fp32")
-    types |= dict.fromkeys(("p0", "n_tokens", "first", "capacity", "split_keys", "window"), "i32")
+    types |= {"where": "*i32"} | dict.fromkeys(("n_tokens", "least", "capacity", "window"), "i32")
     types |= {"scale": "fp32", "softcap": "fp32"}
     name = f"attend {heads.dim_k} {TRITON_TYPES[heads.dtype]} x{rows}"
     options = {"num_warps": 4, "num_stages": 2}
-    return Variant(name, attend_kernel, constants, types, ("q", "k", "v", "sinks", "out", "lse"), options)
+    aligned = ("q", "k", "v", "sinks", "out", "lse")
+    registers = 255 if small and heads.dtype == torch.uint8 else 0
+    return Variant(name, attend_kernel, constants, types, aligned, options, registers)
 
 
 @cache
@@ -199,11 +207,15 @@ def splits_of(n_keys: int, n_kv_heads: int, n_sm: int) -> int:
 
 
 def attend(
-    spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, p0: int, first: int, sinks: Tensor | None, n_sm: int, small: bool
-) -> tuple[Tensor, Tensor] | None:
-    """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, … to keys first … p0 + n - 1 in k and v
-    [capacity, n_kv_heads, …], the rings of one sequence: out [n, n_heads, head_dim_v] and lse [n, n_heads], float32, as
-    `hybrid.head.attention.attend_blocks` defines them. None where the tokens are too many, or a head too wide."""
+    spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, where: Tensor, least: int, most_keys: int, sinks: Tensor | None,
+    n_sm: int, small: bool,
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Attention of q [n, n_heads, head_dim_k] float32 at positions p0, p0 + 1, … of a sequence to the keys that they
+    see, from position `least` on, in the rings k and v [n_sequences, capacity, n_kv_heads, …]: out [n, n_heads,
+    head_dim_v] and lse [n, n_heads], float32, as `hybrid.head.attention.attend_blocks` defines them.
+
+    `where` [2] int32 holds p0 and the sequence, on the device: what is launched is the same wherever the tokens are, if
+    they see `most_keys` at most. None where the tokens are too many, or a head too wide."""
     n, q = q.shape[0], q.contiguous()
     heads = Heads(
         spec.n_heads, spec.n_kv_heads, spec.head_dim_k, spec.head_dim_v, k.dtype, spec.attn_softcap != 0.0,
@@ -214,14 +226,11 @@ def attend(
     small = small or is_small(heads)
     if not takes(heads, n, small):
         return None
-    n_keys = p0 + n - first
-    splits = splits_of(n_keys, heads.n_kv_heads, n_sm)
-    step = triton.cdiv(triton.cdiv(n_keys, splits), LEAST_KEYS) * LEAST_KEYS
-    splits = triton.cdiv(n_keys, step)
+    splits = splits_of(most_keys, heads.n_kv_heads, n_sm)
     parts = torch.empty(splits, n, heads.n_heads, heads.dim_v, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(splits, n, heads.n_heads, dtype=torch.float32, device=q.device)
     given = q if sinks is None else sinks
-    args = q, k, v, given, parts, part_lse, p0, n, first, k.shape[0], step, spec.window
+    args = q, k, v, given, parts, part_lse, where, n, least, k.shape[1], spec.window
     scalars = spec.attn_scale, spec.attn_softcap
     attend_variant(heads, n, heads.sinks and splits == 1, small).launch((heads.n_kv_heads, splits), *args, *scalars)
     if splits == 1:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import HybridError
+from hybrid.head.activation import Nonlinearity
 from hybrid.head.kernels.formats import FEW_TOKENS, FORMATS, Planes, Stack, fits
 from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
@@ -64,28 +65,43 @@ class Kernels:
         """Whether `dequantize` can be asked."""
         return TILES not in self._failed
 
-    def matvec(self, weight: Planes, x: Tensor, bias: Tensor | None) -> Tensor | None:
-        """x [n, n_in] float32 times the matrix, plus the bias: [n, n_rows] float32. None where torch has to do it."""
+    def matvec(self, weight: Planes, x: Tensor, bias: Tensor | None, then: Nonlinearity | None = None) -> Tensor | None:
+        """x [n, n_in] float32 times the matrix, plus the bias: [n, n_rows] float32, or what `then` makes of it. None
+        where torch has to do it."""
         if not 1 <= x.shape[0] <= FEW_TOKENS:
             return None
 
         def run() -> Tensor:
             from hybrid.head.kernels import matvec
 
-            return matvec.matvec(weight, x.contiguous(), bias, self.n_multiprocessors)
+            return matvec.matvec(weight, x.contiguous(), bias, self.n_multiprocessors, then)
 
         return self._try("matrix-vector", run)
 
-    def expert_matvec(self, stack: Stack, x: Tensor, chosen: Tensor) -> Tensor | None:
-        """Each row of x [n, n_in] float32 times the matrix of its expert, chosen [n] int64, plus that one's bias:
-        [n, n_rows] float32. None where torch has to do it."""
+    def expert_matvec(self, stack: Stack, x: Tensor, chosen: Tensor, then: Nonlinearity | None = None) -> Tensor | None:
+        """Each row of x [n / m, n_in] float32 times the matrices of its m experts, chosen [n] int64, plus their biases:
+        [n, n_rows] float32, or what `then` makes of it. None where torch has to do it."""
 
         def run() -> Tensor:
             from hybrid.head.kernels import matvec
 
-            return matvec.expert_matvec(stack, x.contiguous(), chosen, self.n_multiprocessors)
+            return matvec.expert_matvec(stack, x.contiguous(), chosen, self.n_multiprocessors, then)
 
         return self._try("experts'", run)
+
+    def add_and_norm(
+        self, h: Tensor, more: Tensor | None, post: Tensor | None, weight: Tensor | None, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor] | None:
+        """h [n, n_embd] + scale * `more`, which is first divided by its root mean square and multiplied by `post`
+        where that is there; and the same sum normalised with `weight` (the sum itself without). None where torch has to
+        do it."""
+
+        def run() -> tuple[Tensor, Tensor] | None:
+            from hybrid.head.kernels import norm
+
+            return norm.add_and_norm(h, more, post, weight, eps, scale)
+
+        return self._try("RMSNorm", run)
 
     def dequantize(self, weight: Planes, start: int, stop: int, out: Tensor) -> bool:
         """Rows start … stop - 1 as numbers into `out` [stop - start, n_in]. False where torch has to do it."""
@@ -99,28 +115,31 @@ class Kernels:
         return self._try(TILES, run) or False
 
     def turn_and_store(
-        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, ring_k: Tensor, ring_v: Tensor, p0: int
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, ring_k: Tensor, ring_v: Tensor, where: Tensor
     ) -> Tensor | None:
-        """Turn q and k [n, heads, head_dim] and store k and v in the rings [capacity, n_kv_heads, …] of one sequence
-        from position p0 on. Returns the turned q; None where torch has to do all of it."""
+        """Turn q and k [n, heads, head_dim] and store k and v in the rings [n_sequences, capacity, n_kv_heads, …].
+        `where` [2] int32 on the device: the first token's position, and the sequence. Returns the turned q; None where
+        torch has to do all of it."""
 
         def run() -> Tensor:
             from hybrid.head.kernels import rope
 
-            return rope.turn_and_store(q, k, v, rotation, ring_k, ring_v, p0)
+            return rope.turn_and_store(q, k, v, rotation, ring_k, ring_v, where)
 
         return self._try("RoPE", run)
 
     def attend(
-        self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, p0: int, first: int, sinks: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Attention of q [n, n_heads, head_dim_k] at p0, p0 + 1, … to keys first … p0 + n - 1 in the rings k and v of
-        one sequence, and the log-sum-exp [n, n_heads] of the scores. None where torch has to do it."""
+        self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, where: Tensor, least: int, most_keys: int,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+        """Attention of q [n, n_heads, head_dim_k] to the keys that they see, from position `least` on, in the rings k
+        and v, and the log-sum-exp [n, n_heads] of the scores. `where` as in `turn_and_store`; `most_keys`: no more will
+        be seen. None where torch has to do it."""
 
         def run() -> tuple[Tensor, Tensor] | None:
             from hybrid.head.kernels import attention
 
-            return attention.attend(spec, q, k, v, p0, first, sinks, self.n_multiprocessors, self.small)
+            return attention.attend(spec, q, k, v, where, least, most_keys, sinks, self.n_multiprocessors, self.small)
 
         return self._try("attention", run)
 

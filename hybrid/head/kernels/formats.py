@@ -101,12 +101,14 @@ def fits(kind: int, n_in: int) -> bool:
 
 
 class Planes:
-    """A matrix of n_rows rows of one type, in planes, in `data` [n_rows * row_bytes] uint8."""
+    """A matrix of n_rows rows of one type, in planes, in `data` uint8: all of what lies there, or some rows of it."""
 
-    def __init__(self, data: Tensor, kind: int, shape: tuple[int, int]) -> None:
-        """`shape` is (n_rows, n_in)."""
+    def __init__(self, data: Tensor, kind: int, shape: tuple[int, int], within: tuple[int, int] | None = None) -> None:
+        """`shape` is (n_rows, n_in). `within`: these are the rows from within[0] on of a matrix of within[1] rows,
+        whose planes are in `data`."""
         self.data, self.kind = data, kind
         self.n_rows, self.n_in = shape
+        self.first, self.n_held = within or (0, self.n_rows)
         self.format = FORMATS[kind]
         self.n_blocks = self.n_in // self.format.values
         """Of a row."""
@@ -114,17 +116,21 @@ class Planes:
     @property
     def nbytes(self) -> int:
         """As many as in the file."""
-        return self.data.nbytes
+        return self.n_rows * self.n_blocks * self.format.n_bytes
+
+    def part(self, first: int, n: int) -> Planes:
+        """Rows first … first + n - 1, where they are."""
+        return Planes(self.data, self.kind, (n, self.n_in), (self.first + first, self.n_held))
 
     def write(self, row: int, raw: Tensor) -> None:
         """Lay the rows `raw` [n, row_bytes], blocks as in the file, from `row` on."""
-        blocks = raw.view(raw.shape[0], self.n_blocks, self.format.n_bytes)
+        blocks, row = raw.view(raw.shape[0], self.n_blocks, self.format.n_bytes), self.first + row
         for field, plane in self._planes():
             plane[row : row + raw.shape[0]].copy_(blocks[..., field.start : field.start + field.size])
 
     def rows(self, first: int, last: int) -> Tensor:
         """Rows first … last - 1 as blocks again, [n, row_bytes]."""
-        last = min(last, self.n_rows)
+        first, last = self.first + first, self.first + min(last, self.n_rows)
         shape = (last - first, self.n_blocks, self.format.n_bytes)
         blocks = torch.empty(shape, dtype=torch.uint8, device=self.data.device)
         for field, plane in self._planes():
@@ -132,11 +138,11 @@ class Planes:
         return blocks.view(last - first, -1)
 
     def _planes(self) -> Iterator[tuple[Field, Tensor]]:
-        """Each field with its plane [n_rows, n_blocks, size]."""
+        """Each field with its plane [n_held, n_blocks, size]."""
         at = 0
         for field in self.format.fields:
-            n_bytes = self.n_rows * self.n_blocks * field.size
-            yield field, self.data[at : at + n_bytes].view(self.n_rows, self.n_blocks, field.size)
+            n_bytes = self.n_held * self.n_blocks * field.size
+            yield field, self.data[at : at + n_bytes].view(self.n_held, self.n_blocks, field.size)
             at += n_bytes
 
 

@@ -53,34 +53,34 @@ def _store(row, x, d, DIM: tl.constexpr, PAD: tl.constexpr, PACKED: tl.constexpr
         tl.store(row + d, x.to(row.dtype.element_ty), mask=d < DIM)
 
 
-@triton.jit(do_not_specialize=["p0", "capacity"])
+@triton.jit(do_not_specialize=["where", "capacity"])
 def turn_and_store_kernel(
-    q, k, v, cos, sin, q_scale, turned, ring_k, ring_v, p0, capacity,
+    q, k, v, cos, sin, q_scale, turned, ring_k, ring_v, where, capacity, q_step, k_step, v_step,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, PAD_K: tl.constexpr,
     PAD_V: tl.constexpr, TURNED: tl.constexpr, NEOX: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tokens, query heads + KV heads + KV heads)."""
+    """Grid: (tokens, query heads + KV heads + KV heads). `where` is the first token's position, and the sequence; steps
+    are from one token to the next."""
     token, head = tl.program_id(0), tl.program_id(1)
-    slot = ((p0 + token) % capacity).to(tl.int64)
+    slot = tl.load(where + 1).to(tl.int64) * capacity + (tl.load(where) + token) % capacity
     cos += token * (TURNED // 2)
     sin += token * (TURNED // 2)
     if head < HEADS:
         d = tl.arange(0, PAD_K)
-        row = (token * HEADS + head) * DIM_K
-        x = _turned(q + row, cos, sin, d, DIM_K, TURNED, NEOX)
+        x = _turned(q + token * q_step + head * DIM_K, cos, sin, d, DIM_K, TURNED, NEOX)
         if SCALED:
             x *= tl.load(q_scale + token)
-        tl.store(turned + row + d, x, mask=d < DIM_K)
+        tl.store(turned + (token * HEADS + head) * DIM_K + d, x, mask=d < DIM_K)
     elif head < HEADS + KV_HEADS:
         d = tl.arange(0, PAD_K)
         kv_head = head - HEADS
-        x = _turned(k + (token * KV_HEADS + kv_head) * DIM_K, cos, sin, d, DIM_K, TURNED, NEOX)
+        x = _turned(k + token * k_step + kv_head * DIM_K, cos, sin, d, DIM_K, TURNED, NEOX)
         width: tl.constexpr = DIM_K // 32 * 34 if PACKED else DIM_K
         _store(ring_k + (slot * KV_HEADS + kv_head) * width, x, d, DIM_K, PAD_K, PACKED)
     else:
         d = tl.arange(0, PAD_V)
         kv_head = head - HEADS - KV_HEADS
-        x = tl.load(v + (token * KV_HEADS + kv_head) * DIM_V + d, mask=d < DIM_V, other=0.0)
+        x = tl.load(v + token * v_step + kv_head * DIM_V + d, mask=d < DIM_V, other=0.0)
         wide: tl.constexpr = DIM_V // 32 * 34 if PACKED else DIM_V
         _store(ring_v + (slot * KV_HEADS + kv_head) * wide, x, d, DIM_V, PAD_V, PACKED)
 
@@ -97,23 +97,23 @@ def variant(heads: Heads, turned: int, neox: bool, scaled: bool) -> Variant:
     }  # fmt: skip
     held = "*" + TRITON_TYPES[heads.dtype]
     types = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_scale", "turned"), "*fp32")
-    types |= {"ring_k": held, "ring_v": held, "p0": "i32", "capacity": "i32"}
+    types |= {"ring_k": held, "ring_v": held, "where": "*i32"}
+    types |= dict.fromkeys(("capacity", "q_step", "k_step", "v_step"), "i32")
     name = f"rope {'neox' if neox else 'norm'} {heads.dim_k} {TRITON_TYPES[heads.dtype]}"
     options = {"num_warps": 1, "enable_fp_fusion": False}  # as torch computes it, product by product
-    return Variant(
-        name, turn_and_store_kernel, constants, types, tuple(t for t in types if types[t][0] == "*"), options
-    )
+    aligned = tuple(name for name in types if name not in ("where", "capacity"))
+    return Variant(name, turn_and_store_kernel, constants, types, aligned, options)
 
 
 def turn_and_store(
-    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, ring_k: Tensor, ring_v: Tensor, p0: int
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, ring_k: Tensor, ring_v: Tensor, where: Tensor
 ) -> Tensor:
-    """Turn q [n, n_heads, dim_k] and k [n, n_kv_heads, dim_k] and store k and v [n, n_kv_heads, dim_v], all float32, at
-    positions p0, p0 + 1, … of the rings [capacity, n_kv_heads, …] of one sequence. Returns the turned q."""
+    """Turn q [n, n_heads, dim_k] and k [n, n_kv_heads, dim_k] and store k and v [n, n_kv_heads, dim_v], all float32,
+    each token contiguous, at positions p0, p0 + 1, … of a sequence in the rings [n_sequences, capacity, n_kv_heads, …].
+    `where` [2] int32 holds p0 and the sequence, on the device. Returns the turned q."""
     n, n_heads, dim_k = q.shape
     heads = Heads(n_heads, k.shape[1], dim_k, v.shape[2], ring_k.dtype, False, False)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    turned = torch.empty_like(q)
+    turned = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     cos = sin = scale = q  # what is not read
     n_dims, neox = 0, False
     if rotation is not None:
@@ -122,7 +122,8 @@ def turn_and_store(
         scale = q if rotation.query_scale is None else rotation.query_scale
     form = variant(heads, n_dims, neox, rotation is not None and rotation.query_scale is not None)
     grid = n, n_heads + 2 * heads.n_kv_heads
-    form.launch(grid, q, k, v, cos, sin, scale, turned, ring_k, ring_v, p0, ring_k.shape[0])
+    steps = q.stride(0), k.stride(0), v.stride(0)
+    form.launch(grid, q, k, v, cos, sin, scale, turned, ring_k, ring_v, where, ring_k.shape[1], *steps)
     return turned
 
 

@@ -17,20 +17,21 @@ ROWS, UNITS, WARPS = 4, 32, 4
 """Of one program."""
 
 
-@triton.jit(do_not_specialize=["n_rows", "start", "stop"])
+@triton.jit(do_not_specialize=["n_held", "start", "stop"])
 def tile_kernel(
-    w, out, n_rows, n_in, start, stop,
+    w, out, n_held, n_in, start, stop,
     LOAD: tl.constexpr, VALUE: tl.constexpr, SHIFTS: tl.constexpr, BLOCK_UNITS: tl.constexpr, OFFSET: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """out[row - start, k] = w[row, k] for start <= row < stop. Grid: (rows / ROWS, units of a row / UNITS)."""
+    """out[row - start, k] = w[row, k] for start <= row < stop, of n_held rows in planes. Grid: (rows / ROWS, units of a
+    row / UNITS)."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[None, :, None, None]
     at = (tl.program_id(1) * UNITS + tl.arange(0, UNITS))[None, None, :, None]
     n_units = n_in // (16 * SHIFTS)
     row_blocks = n_units // BLOCK_UNITS
-    first = tl.minimum(start + row, n_rows - 1).to(tl.int64) * row_blocks
+    first = tl.minimum(start + row, stop - 1).to(tl.int64) * row_blocks
     block, unit = at // BLOCK_UNITS, at % BLOCK_UNITS
-    data = LOAD(w, n_rows.to(tl.int64) * row_blocks, first + block, unit, at < n_units)
+    data = LOAD(w, n_held.to(tl.int64) * row_blocks, first + block, unit, at < n_units)
     for s in tl.static_range(SHIFTS):
         q, scale, offset = VALUE(data, unit, s)
         value = scale * q
@@ -44,7 +45,7 @@ def tile_kernel(
 def variant(form: BlockFormat, dtype: torch.dtype) -> Variant:
     """For this format and numbers of this type."""
     constants = decoding(form) | {"ROWS": ROWS, "UNITS": UNITS}
-    types = {"w": "*u8", "out": "*" + TRITON_TYPES[dtype]} | dict.fromkeys(("n_rows", "n_in", "start", "stop"), "i32")
+    types = {"w": "*u8", "out": "*" + TRITON_TYPES[dtype]} | dict.fromkeys(("n_held", "n_in", "start", "stop"), "i32")
     # a fused multiply-add would round otherwise than ggml does
     options = {"num_warps": WARPS, "enable_fp_fusion": False}
     name = f"tile {form.name} {TRITON_TYPES[dtype]}"
@@ -55,7 +56,7 @@ def dequantize(weight: Planes, start: int, stop: int, out: Tensor) -> None:
     """Rows start … stop - 1 of `weight` into `out` [stop - start, n_in], each computed in float32 and rounded once."""
     n_units = weight.n_in // weight.format.unit_values
     grid = triton.cdiv(stop - start, ROWS), triton.cdiv(n_units, UNITS)
-    args = weight.data, out, weight.n_rows, weight.n_in, start, stop
+    args = weight.data, out, weight.n_held, weight.n_in, weight.first + start, weight.first + stop
     variant(weight.format, out.dtype).launch(grid, *args)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from hybrid.schedule.kv_size import kv_bytes_per_token
 from hybrid.schedule.kv_tiers import tiers
 from hybrid.schedule.placement import Placement
 
+Ints = npt.NDArray[np.int64]
+
 
 class LayeredKVCache:
     """`KVCache` over one `LayerKV` a layer, all of it allocated at the start.
@@ -36,7 +39,8 @@ class LayeredKVCache:
     def __init__(self, layers: Sequence[LayerSpec], placement: Placement, bus: Bus, kernels: Kernels | None) -> None:
         """Raises OutOfMemoryError if it does not fit, on either side."""
         self.n_ctx, self.n_sequences = placement.n_ctx, placement.n_sequences
-        self._bus = bus
+        self._bus, self._kernels = bus, kernels
+        self._batch: tuple[Tensor, Tensor, list[Stretch]] | None = None
         self._format = RowFormat(placement.kv_dtype)
         found = tiers(layers, placement)
         far = [(spec, tier.host) for spec, tier in zip(layers, found, strict=True) if tier.host]
@@ -70,12 +74,17 @@ class LayeredKVCache:
         rotation: Rotation | None = None,
     ) -> Tensor:
         """See `KVCache.attend`. Raises BadRequestError if tokens do not continue their sequence or do not fit."""
-        return self.layers[layer].step(self._stretches(positions, seqs), q, k, v, sinks, rotation)
+        return self.layers[layer].step(self.stretches(positions, seqs), q, k, v, sinks, rotation)
 
     def prefetch(self, layer: int, positions: Tensor, seqs: Tensor) -> None:
         """See `KVCache.prefetch`."""
+        if self._next[layer] is not None:
+            self.fetch(layer, self.stretches(positions, seqs))
+
+    def fetch(self, layer: int, stretches: Sequence[Stretch]) -> None:
+        """The same for these stretches."""
         if (kv := self._next[layer]) is not None:
-            kv.prefetch(self._stretches(positions, seqs))
+            kv.prefetch(stretches)
 
     def trim(self, seq: int, n: int) -> int:
         """See `KVCache.trim`."""
@@ -127,6 +136,10 @@ class LayeredKVCache:
             kv.restore(seq, first, k, v)
         return n
 
+    def settle(self) -> None:
+        """Wait until all that is under way has been done."""
+        self._bus.settle()
+
     def close(self) -> None:
         """Give back what torch does not free by itself (pinned pages, a thread). The cache is unusable afterwards."""
         if self._host is not None:
@@ -167,20 +180,31 @@ class LayeredKVCache:
     def _shape(self) -> list[list[int]]:
         return [[kv.spec.n_kv_heads, kv.spec.head_dim_k, kv.spec.head_dim_v, kv.window] for kv in self.layers]
 
-    def _stretches(self, positions: Tensor, seqs: Tensor) -> list[Stretch]:
-        """The batch as stretches of one sequence."""
-        where, seq = positions.numpy(), seqs.numpy()
+    def stretches(self, positions: Tensor, seqs: Tensor) -> list[Stretch]:
+        """The batch as stretches of one sequence; every layer asks for those of the same batch. Raises BadRequestError
+        if they do not fit."""
+        if self._batch is None or self._batch[0] is not positions or self._batch[1] is not seqs:
+            self._batch = positions, seqs, self._split(positions.numpy(), seqs.numpy())
+        return self._batch[2]
+
+    def _split(self, where: Ints, seq: Ints) -> list[Stretch]:
         breaks = np.flatnonzero((np.diff(where) != 1) | (np.diff(seq) != 0)) + 1
         starts = [0, *breaks.tolist()]
-        found = [
-            Stretch(int(seq[i]), int(where[i]), slice(i, end))
-            for i, end in zip(starts, [*starts[1:], len(where)], strict=True)
+        for i, end in zip(starts, [*starts[1:], len(where)], strict=True):
+            self._check_seq(int(seq[i]))
+            if where[i] < 0 or where[end - 1] >= self.n_ctx:
+                raise BadRequestError(f"Position {where[end - 1]} does not fit into a context of {self.n_ctx} tokens.")
+        there: Sequence[Tensor | None] = [None] * len(starts)
+        if self._kernels is not None:
+            there = (
+                torch.from_numpy(np.stack([where, seq], 1)[starts].astype(np.int32))
+                .to(self._bus.device, non_blocking=True)
+                .unbind()
+            )
+        return [
+            Stretch(int(seq[i]), int(where[i]), slice(i, end), at)
+            for i, end, at in zip(starts, [*starts[1:], len(where)], there, strict=True)
         ]
-        for stretch in found:
-            self._check_seq(stretch.seq)
-            if stretch.p0 < 0 or stretch.end > self.n_ctx:
-                raise BadRequestError(f"Position {stretch.end - 1} does not fit into a context of {self.n_ctx} tokens.")
-        return found
 
     def _check_seq(self, seq: int) -> None:
         if not 0 <= seq < self.n_sequences:

@@ -2,21 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybrid.head.attention import Keys, attend, first_key
-from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch
+from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch, UnrecordableError
 from hybrid.head.kv.ring import Ring
 from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
 
-class DeviceLayer(RingLayer):
+class OnDevice(RingLayer):
+    """A layer that attends in a ring on the device, where it has all its rows, or gets them in time. What the device
+    computes lies between `enter` and `leave` and can be recorded: it is the same wherever the tokens are."""
+
+    @property
+    def here(self) -> Ring:
+        """The ring on the device."""
+        return self.ring
+
+    def enter(self, stretches: Sequence[Stretch]) -> None:
+        """Note that the batch has come, and wait for what it sees."""
+        for stretch in stretches:
+            self.append(stretch)
+
+    def compute(
+        self,
+        stretches: Sequence[Stretch],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        rotation: Rotation | None,
+        stored: Callable[[Stretch], None] = lambda stretch: None,
+    ) -> Tensor:
+        """Store k and v and attend; `stored` is called for each stretch whose rows have been stored."""
+        out = []
+        for stretch in stretches:
+            turned = store_in(self.here, self, stretch, q, k, v, rotation)
+            stored(stretch)
+            out.append(attend_in(self.here, self, stretch, turned, sinks))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    def leave(self, stretches: Sequence[Stretch]) -> None:
+        """What is left to do with the rows of a batch that was recorded."""
+
+
+class DeviceLayer(OnDevice):
     """Everything is allocated at the start; nothing grows later."""
 
     def __init__(self, spec: LayerSpec, placement: Placement, device: torch.device) -> None:
@@ -33,12 +69,8 @@ class DeviceLayer(RingLayer):
         rotation: Rotation | None,
     ) -> Tensor:
         """See `LayerKV.step`."""
-        out = []
-        for stretch in stretches:
-            self.append(stretch)
-            turned = store_in(self.ring, self, stretch, q, k, v, rotation)
-            out.append(attend_in(self.ring, self, stretch, turned, sinks))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        self.enter(stretches)
+        return self.compute(stretches, q, k, v, sinks, rotation)
 
     @property
     def nbytes(self) -> int:
@@ -54,10 +86,12 @@ def store_in(
     rows = stretch.rows
     q, k, v = q[rows], k[rows], v[rows]
     rotation = None if rotation is None else rotation.of(rows)
-    if layer.kernels is not None:
-        turned = layer.kernels.turn_and_store(q, k, v, rotation, ring.k[stretch.seq], ring.v[stretch.seq], stretch.p0)
+    if layer.kernels is not None and stretch.where is not None:
+        turned = layer.kernels.turn_and_store(q, k, v, rotation, ring.k, ring.v, stretch.where)
         if turned is not None:
             return turned
+    if stretch.recorded:
+        raise UnrecordableError("PyTorch's RoPE has to know the positions")
     if rotation is not None:
         q, k = rotation(q, k)
     ring.write(stretch.seq, stretch.p0, layer.format.encode(k), layer.format.encode(v))
@@ -67,9 +101,11 @@ def store_in(
 def attend_in(ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, sinks: Tensor | None) -> Tensor:
     """Attention of a stretch whose own rows, and all it sees, lie in `ring` on the device."""
     spec, rows = layer.spec, layer.format
-    found = attend_by_kernel(ring, layer, stretch, q, first_key(stretch.p0, spec.window), sinks)
+    found = attend_by_kernel(ring, layer, stretch, q, 0, sinks)
     if found is not None:
         return found[0]
+    if stretch.recorded:
+        raise UnrecordableError("PyTorch's attention has to know the positions")
     n_values = spec.n_embd_k + spec.n_embd_v
     keys = Keys(partial(ring.read, stretch.seq), rows.computed, n_values, packed=rows.packed)
     return attend(
@@ -78,11 +114,11 @@ def attend_in(ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, sinks: Te
 
 
 def attend_by_kernel(
-    ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, first: int, sinks: Tensor | None
+    ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, least: int, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Attention of a short stretch to positions `first` and later in `ring`, and its log-sum-exp; None where torch has
-    to do it."""
-    if layer.kernels is None:
+    """Attention of a short stretch to what it sees from position `least` on, all in `ring`, and its log-sum-exp; None
+    where torch has to do it."""
+    if layer.kernels is None or stretch.where is None:
         return None
-    k, v = ring.k[stretch.seq], ring.v[stretch.seq]
-    return layer.kernels.attend(layer.spec, q, k, v, stretch.p0, first, sinks)
+    n_keys = stretch.end - max(least, first_key(stretch.p0, layer.spec.window))
+    return layer.kernels.attend(layer.spec, q, ring.k, ring.v, stretch.where, least, n_keys, sinks)

@@ -17,6 +17,10 @@ from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
 
+class UnrecordableError(Exception):
+    """What computes has to know where the tokens are, so that it cannot be replayed elsewhere."""
+
+
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive tokens of one sequence within a batch."""
@@ -26,6 +30,11 @@ class Stretch:
     """Position of the first."""
     rows: slice
     """Where they are in the batch."""
+    where: Tensor | None = None
+    """[2] int32 on the device, where it has kernels: p0 and seq."""
+    recorded: bool = False
+    """What is launched for it will be replayed for others: `where` alone says where they are, and p0 is the last that
+    can be."""
 
     @property
     def end(self) -> int:
@@ -64,6 +73,14 @@ class LayerKV:
 
     def prefetch(self, stretches: Sequence[Stretch]) -> None:
         """These tokens attend here next; most strategies have everything where it is needed."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The part of `step` that does not depend on where the tokens are, but through their rotation."""
+        return q, k, v
+
+    def follow(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """The part of `step` behind `prepare`."""
+        raise NotImplementedError
 
     def held(self, seq: int) -> Rows:
         """Stored rows of positions first … end - 1, in order."""

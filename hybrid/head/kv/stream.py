@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybrid.head.attention import first_key
 from hybrid.head.kv.bus import Bus, Mark
-from hybrid.head.kv.device import attend_in, store_in
-from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch
+from hybrid.head.kv.device import OnDevice
+from hybrid.head.kv.layer import LayerKV, Stretch
 from hybrid.head.kv.ring import Ring
 from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
@@ -47,7 +47,7 @@ class Slot:
         return Ring(spec, like.format, like.k.shape[0], like.capacity, carve)
 
 
-class StreamedLayer(RingLayer):
+class StreamedLayer(OnDevice):
     """K and V in host memory, in a ring laid out as `DeviceLayer`'s."""
 
     def __init__(self, spec: LayerSpec, placement: Placement, bus: Bus) -> None:
@@ -76,24 +76,31 @@ class StreamedLayer(RingLayer):
         rotation: Rotation | None,
     ) -> Tensor:
         """See `LayerKV.step`: attend in the buffer, and send the new rows to the host meanwhile."""
-        slot, bus, seen = self.slot, self.bus, self._seen(stretches)
+        self.enter(stretches)
+        try:
+            return self.compute(stretches, q, k, v, sinks, rotation, self._send)
+        finally:
+            self._free()
+
+    @property
+    def here(self) -> Ring:
+        """See `OnDevice.here`: in the buffer."""
+        return self._here
+
+    def enter(self, stretches: Sequence[Stretch]) -> None:
+        """See `OnDevice.enter`."""
+        slot, seen = self.slot, self._seen(stretches)
+        super().enter(stretches)
         if slot.owner is not self or self._staged != seen:
             self._fetch(seen)
         assert slot.arrived is not None
-        bus.compute.wait(slot.arrived)
-        out = []
-        try:
-            for stretch in stretches:
-                self.append(stretch)
-                turned = store_in(self._here, self, stretch, q, k, v, rotation)
-                bus.side.wait(bus.compute.mark())
-                for at, _ in self.ring.slices(stretch.p0, stretch.end):
-                    bus.to_host(self.ring.k[stretch.seq, at], self._here.k[stretch.seq, at], bus.side)
-                    bus.to_host(self.ring.v[stretch.seq, at], self._here.v[stretch.seq, at], bus.side)
-                out.append(attend_in(self._here, self, stretch, turned, sinks))
-        finally:
-            slot.owner, slot.free = None, bus.compute.mark()
-        return out[0] if len(out) == 1 else torch.cat(out)
+        self.bus.compute.wait(slot.arrived)
+
+    def leave(self, stretches: Sequence[Stretch]) -> None:
+        """See `OnDevice.leave`."""
+        for stretch in stretches:
+            self._send(stretch)
+        self._free()
 
     def trim(self, seq: int, n: int) -> None:
         """See `LayerKV.trim`; what was fetched for a batch that never came is forgotten too."""
@@ -118,6 +125,17 @@ class StreamedLayer(RingLayer):
             lo = max(self.first[stretch.seq], first_key(stretch.p0, self.window))
             seen.setdefault(stretch.seq, (lo, self.end[stretch.seq]))
         return seen
+
+    def _send(self, stretch: Stretch) -> None:
+        """The new rows, which have been stored in the buffer, to the host."""
+        bus, seq = self.bus, stretch.seq
+        bus.side.wait(bus.compute.mark())
+        for at, _ in self.ring.slices(stretch.p0, stretch.end):
+            bus.to_host(self.ring.k[seq, at], self._here.k[seq, at], bus.side)
+            bus.to_host(self.ring.v[seq, at], self._here.v[seq, at], bus.side)
+
+    def _free(self) -> None:
+        self.slot.owner, self.slot.free = None, self.bus.compute.mark()
 
     def _fetch(self, seen: dict[int, tuple[int, int]]) -> None:
         slot, bus = self.slot, self.bus

@@ -49,9 +49,16 @@ class TieredLayer(LayerKV):
         rotation: Rotation | None,
     ) -> Tensor:
         """See `LayerKV.step`."""
+        return self.follow(stretches, *self.prepare(q, k, v, rotation), sinks)
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+        """See `LayerKV.prepare`: queries, and rows as they are stored."""
         if rotation is not None:
             q, k = rotation(q, k)
-        k, v = self.format.encode(k), self.format.encode(v)
+        return q, self.format.encode(k), self.format.encode(v)
+
+    def follow(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """See `LayerKV.follow`."""
         for stretch in stretches:
             self.append(stretch)
             self._store(stretch, k[stretch.rows], v[stretch.rows])

@@ -1,4 +1,5 @@
-"""Architectures through the kernels, against plain torch: whatever heads, norms, experts and windows they have."""
+"""Architectures through the kernels and recorded, against plain torch: whatever heads, norms, experts and windows they
+have."""
 
 from __future__ import annotations
 
@@ -13,16 +14,19 @@ from hybrid.head.linear import ExpertLinear
 from tests.architectures.models import MODELS, TESTED
 from tests.architectures.test_head import _two
 from tests.head.heads import open_head, relative, some_tokens
+from tests.head.kernels.test_graphs import recorder
 from tests.head.kernels.test_head import compute, run
 from tests.tiny_arch import write_arch
 
 
 def compare(name: str, types: str, folder: Path, device: torch.device) -> None:
-    how, tokens = TESTED[types], some_tokens(14)
-    model = replace(MODELS[name], n_layers=2, sizes={**MODELS[name].sizes, **how.sizes}, keys=_two(MODELS[name].keys))
-    path = write_arch(folder / "m.gguf", model, how.kinds, expert_kind=how.expert_kind)
+    chosen, tokens = TESTED[types], some_tokens(14)
+    sizes = {**MODELS[name].sizes, **chosen.sizes}
+    model = replace(MODELS[name], n_layers=2, sizes=sizes, keys=_two(MODELS[name].keys))
+    path = write_arch(folder / "m.gguf", model, chosen.kinds, expert_kind=chosen.expert_kind)
     kernels = Kernels(2)
-    fast = open_head(path, compute=compute(device, kernels), device=device.type)
+    how = replace(compute(device, kernels), recorder=recorder(device))
+    fast = open_head(path, compute=how, device=device.type)
     plain = open_head(path, compute=compute(device, None), device=device.type)
     chunks = [10, 2, 1, 1]
     assert (

@@ -39,16 +39,21 @@ def heads(n_kv_heads: int, group: int, dims: tuple[int, int], window: int, softc
 
 
 def rings(spec: LayerSpec, kv_dtype: KVDtype, capacity: int, end: int) -> tuple[torch.Tensor, ...]:
-    """Rings that hold the last `capacity` of `end` random tokens, and these as float32 numbers from position 0 on."""
+    """Rings whose sequence 1 holds the last `capacity` of `end` random tokens, and these as float32 numbers from
+    position 0 on."""
     form = RowFormat(kv_dtype)
     k = torch.randn(end, spec.n_kv_heads, spec.head_dim_k)
     v = torch.randn(end, spec.n_kv_heads, spec.head_dim_v)
     stored = form.encode(k), form.encode(v)
-    found = [torch.full((capacity, *rows.shape[1:]), 77, dtype=rows.dtype) for rows in stored]
+    found = [torch.full((2, capacity, *rows.shape[1:]), 77, dtype=rows.dtype) for rows in stored]
     at = torch.arange(max(0, end - capacity), end)
     for ring, rows in zip(found, stored, strict=True):
-        ring[at % capacity] = rows[at]
+        ring[1, at % capacity] = rows[at]
     return *found, form.decode(stored[0], torch.float32), form.decode(stored[1], torch.float32)
+
+
+def place(p0: int, seq: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor([p0, seq], dtype=torch.int32, device=device)
 
 
 @settings(max_examples=20, deadline=None)
@@ -61,6 +66,7 @@ def rings(spec: LayerSpec, kv_dtype: KVDtype, capacity: int, end: int) -> tuple[
     with_sinks=st.booleans(),
     kv_dtype=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
     n_sm=st.sampled_from([1, 100]),
+    longest=st.sampled_from([0, 5000]),
     small=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -73,11 +79,13 @@ def test_attention_is_torch_s(
     with_sinks: bool,
     kv_dtype: KVDtype,
     n_sm: int,
+    longest: int,
     small: bool,
     seed: int,
     device: torch.device,
 ) -> None:
-    """Output and log-sum-exp, whatever the context, wrapped or not, in one split or many."""
+    """Output and log-sum-exp, whatever the context, wrapped or not, in one split or many, launched for just these keys
+    or for a longer context."""
     torch.manual_seed(seed)
     spec = heads(*shape, window, softcap)
     end = before + n
@@ -87,8 +95,8 @@ def test_attention_is_torch_s(
     first = max(0, before - window + 1) if window else 0
     kernels = Kernels(n_sm, small)
     found = kernels.attend(
-        spec, q.to(device), ring_k.to(device), ring_v.to(device), before, first,
-        None if sinks is None else sinks.to(device),
+        spec, q.to(device), ring_k.to(device), ring_v.to(device), place(before, 1, device), 0,
+        max(longest, end - first), None if sinks is None else sinks.to(device),
     )  # fmt: skip
     assert kernels.notes == []
     plain = kv_dtype == "f32"
@@ -114,28 +122,30 @@ def test_huge_scores_do_not_overflow(device: torch.device) -> None:
     spec = heads(1, 2, (32, 32), 0, 0.0)
     ring_k, ring_v, k, v = rings(spec, "f32", 600, 600)
     q = torch.full((1, 2, 32), 1e4)
-    found = Kernels(100).attend(spec, q.to(device), ring_k.to(device), ring_v.to(device), 599, 0, None)
+    there = place(599, 1, device)
+    found = Kernels(100).attend(spec, q.to(device), ring_k.to(device), ring_v.to(device), there, 0, 600, None)
     assert found is not None
     want, _ = attend_blocks(q, 599, [(0, 600, k, v)], window=0, scale=spec.attn_scale, softcap=0.0)
     assert torch.allclose(found[0].cpu(), want, atol=1e-5)
 
 
-def test_a_split_whose_keys_no_query_sees_does_not_count(device: torch.device) -> None:
-    """`first` before the window: what lies there is masked, and whole splits of it weigh nothing."""
-    spec = heads(1, 1, (32, 32), 4, 0.0)
+def test_keys_before_the_least_do_not_count(device: torch.device) -> None:
+    """Those of a tiered cache that the CPU attends to; splits without a key weigh nothing."""
+    spec = heads(1, 1, (32, 32), 0, 0.0)
     ring_k, ring_v, k, v = rings(spec, "f32", 700, 700)
-    q = torch.randn(1, 1, 32)
-    found = Kernels(100).attend(spec, q.to(device), ring_k.to(device), ring_v.to(device), 699, 0, None)
+    q, there = torch.randn(1, 1, 32), place(699, 1, device)
+    found = Kernels(100).attend(spec, q.to(device), ring_k.to(device), ring_v.to(device), there, 696, 700, None)
     assert found is not None
-    want, _ = attend_blocks(q, 699, [(696, 700, k[696:], v[696:])], window=4, scale=spec.attn_scale, softcap=0.0)
+    want, want_lse = attend_blocks(q, 699, [(696, 700, k[696:], v[696:])], window=0, scale=spec.attn_scale, softcap=0.0)
     assert torch.allclose(found[0].cpu(), want, atol=1e-5)
+    assert torch.allclose(found[1].cpu(), want_lse, atol=1e-5)
 
 
 def test_many_tokens_and_huge_heads_are_for_torch() -> None:
-    q, k = torch.zeros(40, 8, 32), torch.zeros(64, 1, 32)
-    assert Kernels(1).attend(heads(1, 8, (32, 32), 0, 0.0), q, k, k, 0, 0, None) is None
-    wide = torch.zeros(1, 1, 1024)
-    assert Kernels(1).attend(heads(1, 1, (1024, 1024), 0, 0.0), wide, wide, wide, 0, 0, None) is None
+    q, k, there = torch.zeros(40, 8, 32), torch.zeros(1, 64, 1, 32), place(0, 0, torch.device("cpu"))
+    assert Kernels(1).attend(heads(1, 8, (32, 32), 0, 0.0), q, k, k, there, 0, 40, None) is None
+    q, k = torch.zeros(1, 1, 1024), torch.zeros(1, 1, 1, 1024)
+    assert Kernels(1).attend(heads(1, 1, (1024, 1024), 0, 0.0), q, k, k, there, 0, 1, None) is None
 
 
 # -- RoPE and the store ------------------------------------------------------------------------------------------------
@@ -152,22 +162,24 @@ ROPE = RopeSpec("norm", 32, 10000.0, 1.0)
 def test_rope_and_store_are_torch_s_bit_for_bit(spec: RopeSpec | None, kv_dtype: KVDtype, device: torch.device) -> None:
     torch.manual_seed(1)
     n, capacity, p0 = 3, 5, 8  # wraps: slots 3, 4 and 0
-    q, k, v = torch.randn(n, 3, 32), torch.randn(n, 2, 32), torch.randn(n, 2, 64)
+    rows = torch.randn(n, 3 * 32 + 2 * 32 + 2 * 64)  # of one product, whose parts they are
+    q, k, v = (part.view(n, -1, dim) for part, dim in zip(rows.split([96, 64, 128], 1), (32, 32, 64), strict=True))
     k[0, 0], v[1, 1] = 0.0, 1e-9
     form = RowFormat(kv_dtype)
     rotation = None if spec is None else Rope(spec).rotation(np.arange(p0, p0 + n), torch.device("cpu"))
     want_q, want_k = (q, k) if rotation is None else rotation(q, k)
     want = form.encode(want_k), form.encode(v)
-    given: Any = [torch.full((capacity, *rows.shape[1:]), 33, dtype=rows.dtype, device=device) for rows in want]
+    given: Any = [torch.full((2, capacity, *rows.shape[1:]), 33, dtype=rows.dtype, device=device) for rows in want]
     moved = None if rotation is None else on(rotation, device)
     kernels = Kernels(1)
-    got = kernels.turn_and_store(q.to(device), k.to(device), v.to(device), moved, *given, p0)
+    got = kernels.turn_and_store(q.to(device), k.to(device), v.to(device), moved, *given, place(p0, 1, device))
     assert kernels.notes == []
     assert got is not None
     assert torch.equal(got.cpu(), want_q)
     for ring, rows in zip(given, want, strict=True):
-        assert torch.equal(ring[[3, 4, 0]].cpu(), rows)
-        assert (ring[[1, 2]] == 33).all()
+        assert torch.equal(ring[1, [3, 4, 0]].cpu(), rows)
+        assert (ring[0] == 33).all()
+        assert (ring[1, [1, 2]] == 33).all()
 
 
 def on(rotation: Rotation, device: torch.device) -> Rotation:

@@ -1,0 +1,128 @@
+"""Decode as recorded graphs: what the device does for a few tokens is recorded once, and replayed at every later step.
+
+Launching a kernel takes the host some microseconds, and launching a graph of twenty hardly longer; in between, the
+device would wait. `hybrid.head.segments` says what is recorded and what is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import HybridError
+from hybrid.head.decoder import Block
+from hybrid.head.kernels.formats import FEW_TOKENS
+from hybrid.head.kv.cache import LayeredKVCache
+from hybrid.head.kv.layer import Stretch, UnrecordableError
+from hybrid.head.linear import Workspace
+from hybrid.head.recorder import Recorder
+from hybrid.head.rope import Rotation
+from hybrid.head.segments import Inputs, Segment, State, cut
+from hybrid.model.spec import RopeSpec
+
+MAX_SHAPES = 4
+"""Shapes of steps that are recorded; others are launched kernel by kernel."""
+
+
+class Graph:
+    """Steps of one shape."""
+
+    def __init__(self, shape: Sequence[int], cache: LayeredKVCache, n_embd: int, device: torch.device) -> None:
+        """`shape`: the tokens of each stretch."""
+        self.inputs = Inputs(shape, cache.n_ctx, n_embd, device)
+        self.failure: Exception | None = None
+        """Why it could not be recorded."""
+        self._pieces: list[Callable[[Sequence[Stretch]], None]] = []
+        self._state = State(self.inputs.h, self.inputs.h)
+
+    def record(
+        self, blocks: Sequence[Block], cache: LayeredKVCache, recorder: Recorder, stretches: Sequence[Stretch]
+    ) -> Tensor:
+        """The first step, whose inputs have been written: each segment is launched, which compiles its kernels, then
+        recorded and replayed. Where one cannot be recorded, the step ends all the same, without."""
+        for piece in cut(blocks, cache, self.inputs):
+            if isinstance(piece, Segment):
+                self._segment(piece, recorder)
+            else:
+                self._pieces.append(partial(piece, self._state))
+                piece(self._state, stretches)
+        return self._state.h.clone()
+
+    def replay(self, stretches: Sequence[Stretch]) -> Tensor:
+        """A step, whose inputs have been written: the residual stream behind the last block, [n_tokens, n_embd]."""
+        for piece in self._pieces:
+            piece(stretches)
+        return self._state.h.clone()
+
+    def _segment(self, segment: Segment, recorder: Recorder) -> None:
+        recorded = copy(self._state)
+        self._state = copy(self._state)
+        segment(self._state)
+        if self.failure is not None:
+            return
+        try:
+            replay = recorder.record(lambda: segment(recorded))
+            replay()
+        except HybridError:
+            raise
+        except Exception as error:  # drivers raise what they like
+            self.failure = error
+            return
+        self._state = recorded
+        self._pieces.append(lambda stretches: replay())
+
+
+class Graphs:
+    """The graphs of a head."""
+
+    def __init__(
+        self, blocks: Sequence[Block], cache: LayeredKVCache, recorder: Recorder, work: Workspace, notes: list[str]
+    ) -> None:
+        """`notes`: where to say what the user should know, a sentence each: what is not recorded."""
+        self._blocks, self._cache, self._recorder, self._work, self._notes = blocks, cache, recorder, work, notes
+        self._graphs: dict[tuple[int, ...], Graph] = {}
+        self._unrecordable: set[tuple[int, ...]] = set()
+        self._held: list[Tensor] = []
+        self._off = False
+
+    def takes(self, n_tokens: int) -> bool:
+        """Whether steps of so many tokens may be recorded."""
+        return not self._off and 1 <= n_tokens <= FEW_TOKENS
+
+    def step(self, h: Tensor, rotations: Mapping[RopeSpec, Rotation], stretches: Sequence[Stretch]) -> Tensor | None:
+        """h [n_tokens, n_embd], embeddings on the device, through all blocks; `rotations` lie on the host. None where
+        such steps are not recorded, and nothing has been done. Raises BadRequestError as the cache does."""
+        shape = tuple(stretch.end - stretch.p0 for stretch in stretches)
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            graph.inputs.write(h, rotations, stretches)
+            return graph.replay(stretches)
+        if shape in self._unrecordable or len(self._graphs) == MAX_SHAPES:
+            return None
+        graph = Graph(shape, self._cache, h.shape[1], h.device)
+        graph.inputs.write(h, rotations, stretches)
+        try:
+            out = graph.record(self._blocks, self._cache, self._recorder, stretches)
+        except UnrecordableError as error:
+            self._cache.settle()
+            for stretch in reversed(stretches):  # some layers have taken note of them
+                self._cache.trim(stretch.seq, stretch.p0)
+            self._unrecordable.add(shape)
+            self._say(f"in steps of {'+'.join(map(str, shape))}: {error}")
+            return None
+        if graph.failure is None:
+            self._graphs[shape] = graph
+            self._held.append(self._work.buffer)  # which may grow: the graph writes where it is now
+        else:
+            reason = (str(graph.failure).strip().splitlines() or [""])[0].rstrip(".")[:200]
+            self._off = True
+            self._graphs.clear()
+            self._say(f"{type(graph.failure).__name__}: {reason}")
+        return out
+
+    def _say(self, why: str) -> None:
+        self._notes.append(f"Decode is launched kernel by kernel instead of as graphs, more slowly ({why}).")
