@@ -32,7 +32,7 @@ def terminal(request: pytest.FixtureRequest) -> type[Window]:
 def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
     terminal: type[Window], smollm: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    options = (smollm, "--temp", "0", "-n", "16", "-c", "1024", "--system", "You are a helpful assistant.")
+    options = (smollm, "--temp", "0", "-n", "32", "-c", "1024", "--system", "You are a helpful assistant.")
     (tmp_path / "notes.txt").write_text("The boat is called Anna. It is red and leaves at nine.\n")
     with terminal(*options, env=environment) as window:
         window.expect("Ctrl-D leaves")
