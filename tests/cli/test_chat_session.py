@@ -32,7 +32,7 @@ def terminal(request: pytest.FixtureRequest) -> type[Window]:
 def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
     terminal: type[Window], smollm: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    options = (smollm, "--temp", "0", "-n", "16", "-c", "1024", "--system", "You are a helpful assistant.")
+    options = (smollm, "--temp", "0", "-n", "32", "-c", "1024", "--system", "You are a helpful assistant.")
     (tmp_path / "notes.txt").write_text("The boat is called Anna. It is red and leaves at nine.\n")
     with terminal(*options, env=environment) as window:
         window.expect("Ctrl-D leaves")
@@ -96,7 +96,9 @@ def test_ctrl_c_stops_an_answer_and_twice_leaves(long_tiny: Path, environment: d
             window.type("\x03")
             window.expect("stopped · ")
             window.prompt()
-        window.type("half a line\x03")
+        window.type("half a line")
+        window.expect("> half a line")
+        window.type("\x03")
         window.prompt()
         window.type("\x03")
         window.expect("Ctrl-C again")

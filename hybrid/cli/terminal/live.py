@@ -45,21 +45,18 @@ class LiveLines:
         columns, rows = self._size()
         new, old = list(lines) or [""], self._lines
         resized = bool(old) and columns != self._columns
-        same = self._gone if resized else common_prefix(old, new)
+        same = 0 if resized else common_prefix(old, new)
         if not resized and same == len(old) == len(new):
             return
         if same == len(old):
             out = "\n" * bool(old) + "\n".join(new[same:])
         else:
             heights = [_height(line, columns) if resized else 1 for line in old]
-            first = max(same, self._gone, _reach(heights, rows))
+            first = min(max(same, self._gone, _reach(heights, rows)), len(old) - 1)
+            first = first if resized else min(first, len(new) - 1)
+            up = sum(heights[first:]) - 1
             if resized:
-                first = min(first, len(old) - 1)
-                up = sum(heights[first:]) - 1
                 first = self._gone = _where_goes_on(old[:first], new)
-            else:
-                first = min(first, len(old) - 1, len(new) - 1)
-                up = len(old) - first - 1
             # Each line is erased on its own: tmux takes a screen that is erased as a whole for one to be kept.
             out = (f"\x1b[{up}A" if up else "") + "\r" + "\n".join(f"\x1b[K{line}" for line in new[first:]) + "\x1b[J"
         self._write(BEGIN + out + END)
