@@ -110,6 +110,8 @@ class _Session:
         request = self.request
         if request.n_decode < 1 or request.repeats < 1:
             raise BadRequestError("A comparison needs a token to decode and a run of everything, at least.")
+        if not request.time_limit_s > 0:
+            raise BadRequestError("The time limit of a run must be more than 0 seconds.")
         if request.prompt is not None:
             if request.depths is not None:
                 raise BadRequestError("The prompt's length is the depth: give a prompt or depths, not both.")
@@ -276,7 +278,7 @@ class _Session:
         if why is None and need > self.budget.ram_bytes:
             why = f"It needs {mib(need)} of RAM, but only {mib(self.budget.ram_bytes)} may be used."
         if why is None:
-            return run_trial(condition)
+            return run_trial(condition, timeout_s=self.request.time_limit_s)
         return Trial(condition=condition, failure=Failure(kind="refused", message=why), at=now())
 
     def _saved(self, trial: Trial, row: CompareRow, number: int) -> None:
