@@ -118,8 +118,9 @@ def test_what_failed_is_not_run_again_and_the_rest_is(model: Path, fake: Fake) -
 def test_every_run_has_the_time_limit(model: Path, fake: Fake) -> None:
     run(model, time_limit_s=7.5)
     assert fake.time_limits == {7.5}
-    with pytest.raises(BadRequestError, match="time limit"):
-        run(model, time_limit_s=0.0)
+    for wrong in (0.0, float("nan"), float("inf")):
+        with pytest.raises(BadRequestError, match="time limit"):
+            run(model, time_limit_s=wrong)
 
 
 def test_ctrl_c_keeps_what_was_measured_and_every_trial_is_a_file(model: Path, fake: Fake, tmp_path: Path) -> None:
