@@ -18,6 +18,11 @@ struct Vec {
     static Reg load(const float* at) { return _mm256_loadu_ps(at); }
     static void store(float* at, Reg x) { _mm256_storeu_ps(at, x); }
     static Reg load_f16(const char* at) { return _mm256_cvtph_ps(bits128(at)); }
+    static Reg all_f16(const char* at) {
+        std::int16_t bits;
+        __builtin_memcpy(&bits, at, 2);
+        return _mm256_cvtph_ps(_mm_set1_epi16(bits));
+    }
     static Reg load_bf16(const char* at) {
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits128(at)), 16));
     }

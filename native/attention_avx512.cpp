@@ -17,6 +17,11 @@ struct Vec {
     static Reg load(const float* at) { return _mm512_loadu_ps(at); }
     static void store(float* at, Reg x) { _mm512_storeu_ps(at, x); }
     static Reg load_f16(const char* at) { return _mm512_cvtph_ps(bits256(at)); }
+    static Reg all_f16(const char* at) {
+        std::int16_t bits;
+        __builtin_memcpy(&bits, at, 2);
+        return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+    }
     static Reg load_bf16(const char* at) {
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits256(at)), 16));
     }

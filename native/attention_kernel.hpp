@@ -3,8 +3,8 @@
 // into another.
 //
 // For each block of keys and each KV head: scores of all its query heads (each K row is read once), an online
-// softmax whose peak moves only when a score exceeds it, and the sums over V. Meanwhile the next head's rows
-// are fetched into the cache: far enough ahead for memory to answer, near enough to be there still.
+// softmax whose peak moves only when a score exceeds it, and the sums over V. Meanwhile the next block is
+// fetched into the cache: far enough ahead for memory to answer, near enough to be there still.
 #pragma once
 
 #include "attention_rows.hpp"
@@ -20,16 +20,16 @@ using hybrid::widest_vector;
 // K or V of one head in one block, as the inner loops take it.
 struct Block {
     const Functions* functions;
-    const char* rows;
-    int64_t stride;
-    const float* scales;
-    int64_t ahead; // from a row to the one to fetch meanwhile
+    Strided rows;
+    const char* next; // to fetch meanwhile
 
-    void skip(int n) {
-        rows += n * stride;
-        scales += n;
-    }
+    Block from(int t) const { return {functions, rows.from(t), next}; }
 };
+
+// Query heads of a KV head that go together, from the g-th of them.
+int n_together(int group, int g) {
+    return group - g < max_heads ? group - g : max_heads;
+}
 
 // Some query heads of one query, and what has been summed for them.
 struct Sums {
@@ -44,25 +44,45 @@ void add(const Task& task, const Sums& sums, const Block& k, const Block& v, int
     if (n < block_tokens)
         for (int i = 0; i < sums.n_heads * block_tokens; ++i)
             s[i] = minus_infinity;
-    k.functions->scores[sums.n_heads - 1](k.rows, k.stride, k.scales, sums.q, task.k.dim, n, s, k.ahead);
+    k.functions->scores[sums.n_heads - 1](k.rows, k.next, sums.q, task.k.dim, n, s);
     for (int r = 0; r < sums.n_heads; ++r)
         softmax(s + r * block_tokens, task.softcap, sums.peak[r], sums.partial + r * widest_vector,
                 sums.out + r * task.v.dim, task.v.dim);
-    v.functions->values[sums.n_heads - 1](v.rows, v.stride, v.scales, s, n, sums.out, task.v.dim, v.ahead);
+    v.functions->values[sums.n_heads - 1](v.rows, v.next, s, n, sums.out, task.v.dim);
 }
 
-// One head's block of K or V. Where many query heads or queries read it, it is converted once for all of
-// them.
-Block open_block(const Rows& rows, int head, int64_t slot, int n, bool often, int64_t ahead, float* scratch) {
-    const Functions& functions = find_functions(rows.type);
-    const char* const first = rows.data + slot * rows.slot_stride + head * rows.head_stride;
-    functions.prepare(first, rows.slot_stride, n, rows.dim, scratch);
-    if (!often || rows.type == RowType::f32)
-        return {&functions, first, rows.slot_stride, scratch, ahead};
-    float* const values = scratch + hybrid::scale_floats(rows.dim);
-    functions.expand(first, rows.slot_stride, scratch, n, rows.dim, values, ahead);
-    return {&find_functions(RowType::f32), reinterpret_cast<const char*>(values), 4 * int64_t(rows.dim),
-            scratch, 0};
+// n keys from `slot` on of a task's h-th head, and what to fetch of the block after them, if there is one.
+Block open_block(const Task& task, const Rows& rows, int h, int64_t slot, int n, bool more) {
+    const char* const first = rows.data + slot * rows.slot_stride + task.first_head * rows.head_stride;
+    const Strided own{first + h * rows.head_stride, rows.slot_stride};
+    // Memory is quickest in its own order. Where the heads leave no gap, each fetches its share of the
+    // block's bytes, whoever needs them; elsewhere that is left to the processor.
+    const char* next = own.at;
+    if (more && rows.slot_stride == task.n_kv_heads * rows.head_stride)
+        next = first + block_tokens * rows.slot_stride + h * n * rows.head_stride;
+    return {&find_functions(rows.type), own, next};
+}
+
+// The block as float32: where many query heads or queries read it, it is converted once for all of them.
+Block expanded(const Block& block, const Rows& rows, int n, bool more, float* scratch) {
+    if (rows.type == RowType::f32)
+        return block;
+    block.functions->expand(block.rows, block.rows.from(more ? block_tokens : 0), n, rows.dim, scratch);
+    const auto values = reinterpret_cast<const char*>(scratch);
+    return {&find_functions(RowType::f32), {values, 4 * int64_t(rows.dim)}, values};
+}
+
+// The scaled queries of the task, each as its rows are read: [dim / W, R, W] for every R <= max_heads heads.
+void pack_queries(const Task& task, float scale, float* q) {
+    const int dim = task.k.dim, rows = task.n_kv_heads * task.group;
+    for (int64_t i = 0; i < task.n; ++i)
+        for (int h = 0; h < rows; h += n_together(task.group, h % task.group)) {
+            const int together = n_together(task.group, h % task.group);
+            const float* const from = task.q + (i * task.n_heads + task.first_head * task.group + h) * dim;
+            for (int j = 0; j < dim; j += W)
+                for (int r = 0; r < together; ++r, q += W)
+                    Vec::store(q, Vec::mul(Vec::load(from + r * dim + j), Vec::all(scale)));
+        }
 }
 
 void run(const Task& task) {
@@ -72,12 +92,7 @@ void run(const Task& task) {
     float* const partial = q + task.n * rows * dim_k;
     float* const k_scratch = partial + task.n * rows * widest_vector;
     float* const v_scratch = k_scratch + hybrid::block_floats(dim_k);
-    const float scale = task.softcap != 0.0F ? task.scale / task.softcap : task.scale;
-    for (int64_t i = 0; i < task.n; ++i) {
-        const float* from = task.q + (i * task.n_heads + int64_t(task.first_head) * group) * dim_k;
-        for (int64_t j = 0; j < int64_t(rows) * dim_k; ++j)
-            q[i * rows * dim_k + j] = from[j] * scale;
-    }
+    pack_queries(task, task.softcap != 0.0F ? task.scale / task.softcap : task.scale, q);
     for (int64_t row = 0; row < task.n * rows; ++row) {
         task.peak[row] = minus_infinity;
         for (int j = 0; j < widest_vector; ++j)
@@ -95,14 +110,12 @@ void run(const Task& task) {
         n_keys = int(left < block_tokens ? left : block_tokens);
         const bool more = left >= 2 * block_tokens;
         for (int h = 0; h < task.n_kv_heads; ++h) {
-            const auto next = [&](const Rows& rows) {
-                if (h + 1 < task.n_kv_heads)
-                    return rows.head_stride;
-                return more ? block_tokens * rows.slot_stride - h * rows.head_stride : 0;
-            };
-            const int head = task.first_head + h;
-            Block k = open_block(task.k, head, slot, n_keys, often, next(task.k), k_scratch);
-            Block v = open_block(task.v, head, slot, n_keys, often, next(task.v), v_scratch);
+            Block k = open_block(task, task.k, h, slot, n_keys, more);
+            Block v = open_block(task, task.v, h, slot, n_keys, more);
+            if (often) {
+                k = expanded(k, task.k, n_keys, more, k_scratch);
+                v = expanded(v, task.v, n_keys, more, v_scratch);
+            }
             for (int64_t i = 0; i < task.n; ++i) {
                 const int64_t own =
                     task.position + i - p; // the query's own key, counted from the block's first
@@ -111,15 +124,12 @@ void run(const Task& task) {
                 const int hi = int(own + 1 < n_keys ? own + 1 : n_keys);
                 if (lo >= hi)
                     continue;
-                Block seen_k = k, seen_v = v;
-                seen_k.skip(lo);
-                seen_v.skip(lo);
                 for (int g = 0; g < group; g += max_heads) {
                     const int64_t row = i * rows + h * group + g;
                     const Sums sums{q + row * dim_k, task.peak + row, partial + row * widest_vector,
-                                    task.out + row * dim_v, group - g < max_heads ? group - g : max_heads};
-                    add(task, sums, seen_k, seen_v, hi - lo);
-                    k.ahead = v.ahead = seen_k.ahead = seen_v.ahead = 0; // fetched
+                                    task.out + row * dim_v, n_together(group, g)};
+                    add(task, sums, k.from(lo), v.from(lo), hi - lo);
+                    k.next = k.rows.at, v.next = v.rows.at; // fetched
                 }
             }
         }

@@ -33,6 +33,7 @@ struct Vec {
     static Reg load_f16(const char* at) {
         return each([=](int i) { return from_f16(bits16(at + 2 * i)); });
     }
+    static Reg all_f16(const char* at) { return all(from_f16(bits16(at))); }
     static Reg load_bf16(const char* at) {
         return each([=](int i) { return from_bits(std::uint32_t(bits16(at + 2 * i)) << 16); });
     }

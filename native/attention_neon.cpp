@@ -17,6 +17,11 @@ struct Vec {
     static Reg load(const float* at) { return vld1q_f32(at); }
     static void store(float* at, Reg x) { vst1q_f32(at, x); }
     static Reg load_f16(const char* at) { return vcvt_f32_f16(vreinterpret_f16_u16(bits16(at))); }
+    static Reg all_f16(const char* at) {
+        std::uint16_t bits;
+        __builtin_memcpy(&bits, at, 2);
+        return vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(bits)));
+    }
     static Reg load_bf16(const char* at) { return vreinterpretq_f32_u32(vshll_n_u16(bits16(at), 16)); }
     static Reg load_i8(const char* at) {
         std::uint32_t bits;

@@ -46,13 +46,9 @@ struct Task {
     float* sum;
 };
 
-// For the scales of a block, and for the block itself as float32.
-constexpr std::int64_t scale_floats(int dim) {
-    return dim / 32 * block_tokens;
-}
-
+// For a block as float32.
 constexpr std::int64_t block_floats(int dim) {
-    return (scale_floats(dim) + std::int64_t(dim) * block_tokens + 15) / 16 * 16;
+    return std::int64_t(dim) * block_tokens;
 }
 
 // The scaled queries, a vector of partial sums each, and a block of K and of V.

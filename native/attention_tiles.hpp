@@ -8,6 +8,15 @@ namespace {
 
 constexpr float minus_infinity = -__builtin_inff();
 
+// Rows of a cache, a fixed number of bytes apart.
+struct Strided {
+    const char* at;
+    int64_t stride;
+
+    const char* row(int64_t t) const { return at + t * stride; }
+    Strided from(int64_t t) const { return {row(t), stride}; }
+};
+
 inline void prefetch(const char* at) {
     __builtin_prefetch(at, 0, 3);
 }
@@ -16,17 +25,16 @@ inline void prefetch(const char* at) {
 
 // Adds the products of vectors i … i + M - 1 of R queries and N keys.
 template <RowType K, int R, int N, int M>
-inline void add_products(const char* k, int64_t stride, const float* scales, const float* q, int dim, int i,
-                         Reg (&acc)[R][N]) {
+INLINE void add_products(Strided k, const float* q, int i, Reg (&acc)[R][N]) {
     Reg x[N][M];
     UNROLL
     for (int t = 0; t < N; ++t)
-        Reader<K>::read(k + t * stride, i, scales + t, x[t]);
+        Reader<K>::read(k.row(t), i, x[t]);
     UNROLL
     for (int j = 0; j < M; ++j) {
         UNROLL
         for (int r = 0; r < R; ++r) {
-            const Reg y = Vec::load(q + r * dim + (i + j) * W);
+            const Reg y = Vec::load(q + ((i + j) * R + r) * W);
             UNROLL
             for (int t = 0; t < N; ++t)
                 acc[r][t] = Vec::fma(y, x[t][j], acc[r][t]);
@@ -34,10 +42,9 @@ inline void add_products(const char* k, int64_t stride, const float* scales, con
     }
 }
 
-// s[r][t] = q[r] · k[t] for R query heads and N keys.
+// s[r][t] = q[r] · k[t] for R query heads and N keys. Fetches as many bytes as it reads, from next on.
 template <RowType K, int R, int N>
-inline void score_tile(const char* k, int64_t stride, const float* scales, const float* q, int dim, float* s,
-                       int64_t ahead) {
+INLINE void score_tile(Strided k, const char* next, const float* q, int dim, float* s) {
     constexpr int line = Reader<K>::line;
     Reg acc[R][N];
     UNROLL
@@ -51,24 +58,24 @@ inline void score_tile(const char* k, int64_t stride, const float* scales, const
     for (; i + line <= vectors; i += line) {
         UNROLL
         for (int t = 0; t < N; ++t)
-            prefetch(k + t * stride + Reader<K>::offset(i * W) + ahead);
-        add_products<K, R, N, line>(k, stride, scales, q, dim, i, acc);
+            prefetch(next + (i / line * N + t) * Reader<K>::offset(line * W));
+        add_products<K, R, N, line>(k, q, i, acc);
     }
     if constexpr (line > 1)
         for (; i < vectors; ++i)
-            add_products<K, R, N, 1>(k, stride, scales, q, dim, i, acc);
+            add_products<K, R, N, 1>(k, q, i, acc);
     Vec::template sums<R, N>(acc, s);
 }
 
+// q is [dim / W, R, W]: in the order in which it is read.
 template <RowType K, int R>
-void scores(const char* k, int64_t stride, const float* scales, const float* q, int dim, int n, float* s,
-            int64_t ahead) {
+void scores(Strided k, const char* next, const float* q, int dim, int n, float* s) {
     constexpr int N = Vec::keys(R);
     int t = 0;
     for (; t + N <= n; t += N)
-        score_tile<K, R, N>(k + t * stride, stride, scales + t, q, dim, s + t, ahead);
+        score_tile<K, R, N>(k.from(t), next + t * Reader<K>::offset(dim), q, dim, s + t);
     for (; t < n; ++t)
-        score_tile<K, R, 1>(k + t * stride, stride, scales + t, q, dim, s + t, ahead);
+        score_tile<K, R, 1>(k.from(t), next + t * Reader<K>::offset(dim), q, dim, s + t);
 }
 
 // Softmax ---------------------------------------------------------------
@@ -129,10 +136,10 @@ inline void softmax(float* s, float softcap, float& peak, float* sums, float* ou
 
 // Values ------------------------------------------------------------------
 
-// out[r] += s[r][t] * v[t], vectors i … i + N - 1 of them; n > 0.
+// out[r] += s[r][t] * v[t], vectors i … i + N - 1 of them; n > 0. Fetches as many bytes as it reads: each
+// call its share of what lies from next on.
 template <RowType V, int R, int N>
-inline void value_tile(const char* v, int64_t stride, const float* scales, const float* s, int n, float* out,
-                       int dim, int i, int64_t ahead) {
+INLINE void value_tile(Strided v, const char* next, const float* s, int n, float* out, int dim, int i) {
     Reg acc[R][N];
     UNROLL
     for (int r = 0; r < R; ++r) {
@@ -140,14 +147,14 @@ inline void value_tile(const char* v, int64_t stride, const float* scales, const
         for (int j = 0; j < N; ++j)
             acc[r][j] = Vec::load(out + r * dim + (i + j) * W);
     }
-    const char* fetched = v + Reader<V>::offset(int64_t(i) * W) + ahead;
+    next += Reader<V>::offset(int64_t(i) * W) * n;
     int t = 0;
     do {
         UNROLL
         for (int j = 0; j < N; j += Reader<V>::line)
-            prefetch(fetched + j / Reader<V>::line * 64);
+            prefetch(next + j / Reader<V>::line * 64);
         Reg x[N];
-        Reader<V>::read(v, i, scales + t, x);
+        Reader<V>::read(v.at, i, x);
         UNROLL
         for (int r = 0; r < R; ++r) {
             const Reg p = Vec::all(s[r * block_tokens + t]);
@@ -155,8 +162,8 @@ inline void value_tile(const char* v, int64_t stride, const float* scales, const
             for (int j = 0; j < N; ++j)
                 acc[r][j] = Vec::fma(p, x[j], acc[r][j]);
         }
-        v += stride;
-        fetched += stride;
+        v.at += v.stride;
+        next += Reader<V>::offset(N * W);
     } while (++t < n);
     UNROLL
     for (int r = 0; r < R; ++r) {
@@ -167,30 +174,27 @@ inline void value_tile(const char* v, int64_t stride, const float* scales, const
 }
 
 template <RowType V, int R>
-void values(const char* v, int64_t stride, const float* scales, const float* s, int n, float* out, int dim,
-            int64_t ahead) {
+void values(Strided v, const char* next, const float* s, int n, float* out, int dim) {
     constexpr int N = Vec::columns(R);
     const int vectors = dim / W;
     int i = 0;
     for (; i + N <= vectors; i += N)
-        value_tile<V, R, N>(v, stride, scales, s, n, out, dim, i, ahead);
+        value_tile<V, R, N>(v, next, s, n, out, dim, i);
     for (; i < vectors; ++i)
-        value_tile<V, R, 1>(v, stride, scales, s, n, out, dim, i, ahead);
+        value_tile<V, R, 1>(v, next, s, n, out, dim, i);
 }
 
 // Each type -------------------------------------------------------------
 
 // Rows as float32 [n, dim].
-template <RowType T>
-void expand(const char* rows, int64_t stride, const float* scales, int n, int dim, float* out,
-            int64_t ahead) {
+template <RowType T> void expand(Strided rows, Strided next, int n, int dim, float* out) {
     constexpr int line = Reader<T>::line;
-    for (int t = 0; t < n; ++t, rows += stride) {
+    for (int t = 0; t < n; ++t) {
         int i = 0;
         for (; i + line <= dim / W; i += line) {
-            prefetch(rows + Reader<T>::offset(i * W) + ahead);
+            prefetch(next.row(t) + Reader<T>::offset(i * W));
             Reg x[line];
-            Reader<T>::read(rows, i, scales + t, x);
+            Reader<T>::read(rows.row(t), i, x);
             UNROLL
             for (int j = 0; j < line; ++j, out += W)
                 Vec::store(out, x[j]);
@@ -198,7 +202,7 @@ void expand(const char* rows, int64_t stride, const float* scales, int n, int di
         if constexpr (line > 1)
             for (; i < dim / W; ++i, out += W) {
                 Reg x[1];
-                Reader<T>::read(rows, i, scales + t, x);
+                Reader<T>::read(rows.row(t), i, x);
                 Vec::store(out, x[0]);
             }
     }
@@ -208,18 +212,13 @@ constexpr int max_heads = 4;
 
 // The functions above for one type, by the number of heads less one where that matters.
 struct Functions {
-    void (*prepare)(const char* rows, int64_t stride, int n, int dim, float* scales);
-    void (*expand)(const char* rows, int64_t stride, const float* scales, int n, int dim, float* out,
-                   int64_t ahead);
-    void (*scores[max_heads])(const char* k, int64_t stride, const float* scales, const float* q, int dim,
-                              int n, float* s, int64_t ahead);
-    void (*values[max_heads])(const char* v, int64_t stride, const float* scales, const float* s, int n,
-                              float* out, int dim, int64_t ahead);
+    void (*expand)(Strided rows, Strided next, int n, int dim, float* out);
+    void (*scores[max_heads])(Strided k, const char* next, const float* q, int dim, int n, float* s);
+    void (*values[max_heads])(Strided v, const char* next, const float* s, int n, float* out, int dim);
 };
 
 template <RowType T>
-constexpr Functions functions_of = {Reader<T>::prepare,
-                                    expand<T>,
+constexpr Functions functions_of = {expand<T>,
                                     {scores<T, 1>, scores<T, 2>, scores<T, 3>, scores<T, 4>},
                                     {values<T, 1>, values<T, 2>, values<T, 3>, values<T, 4>}};
 

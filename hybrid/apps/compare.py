@@ -30,6 +30,8 @@ from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 SHORT, LONG = 256, 2048
 """Tokens, where nobody said which and no budget does either."""
+LONGEST_S = 1_000_000
+"""What a run's time limit may be: far more cannot be waited for by the system's clocks."""
 CONTEXT_STEP = 256
 """Contexts are a whole number of these, as llama.cpp rounds them."""
 
@@ -110,6 +112,8 @@ class _Session:
         request = self.request
         if request.n_decode < 1 or request.repeats < 1:
             raise BadRequestError("A comparison needs a token to decode and a run of everything, at least.")
+        if not 0 < request.time_limit_s <= LONGEST_S:  # a NaN is neither
+            raise BadRequestError(f"The time limit of a run is more than 0 and at most {LONGEST_S} seconds.")
         if request.prompt is not None:
             if request.depths is not None:
                 raise BadRequestError("The prompt's length is the depth: give a prompt or depths, not both.")
@@ -276,7 +280,7 @@ class _Session:
         if why is None and need > self.budget.ram_bytes:
             why = f"It needs {mib(need)} of RAM, but only {mib(self.budget.ram_bytes)} may be used."
         if why is None:
-            return run_trial(condition)
+            return run_trial(condition, timeout_s=self.request.time_limit_s)
         return Trial(condition=condition, failure=Failure(kind="refused", message=why), at=now())
 
     def _saved(self, trial: Trial, row: CompareRow, number: int) -> None:

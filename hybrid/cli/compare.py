@@ -62,6 +62,9 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
               help="Tokens to decode in each run.")  # fmt: skip
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, metavar="R",
               help="Runs of everything, each in a process of its own.")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", type=click.FloatRange(0, 1_000_000, min_open=True), default=1800.0,
+              show_default=True, metavar="SECONDS",
+              help="End a run that takes longer, loading included, and record that; the others go on.")  # fmt: skip
 @click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
               help="Prompt tokens per chunk, in all modes.")  # fmt: skip
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.  [default: the GPU]")

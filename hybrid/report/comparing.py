@@ -35,6 +35,8 @@ class CompareRequest:
     vram_bytes: int | None = None
     """What the device may hold, counted there; None: what is free, less the reserve."""
     vram_reserve: int = VRAM_RESERVE
+    time_limit_s: float = 1800.0
+    """Seconds after which a run, its loading included, is ended and recorded as too slow."""
 
 
 @dataclass(frozen=True, order=True)

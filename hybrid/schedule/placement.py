@@ -48,7 +48,8 @@ class Placement:
     n_threads_tail_batch: int = 1
     """llama.cpp threads during prefill, when the head computes at the same time."""
     n_threads_attend: int = 1
-    """Threads of attention on the CPU while the tail waits; beside the tail it has the head's."""
+    """Threads of attention on the CPU while the tail waits; beside the tail it has the head's. Where an emulated device
+    attends at the same time, that has no more."""
     llama_gpu_layers: int = 0
     """llama.cpp's own `n_gpu_layers`, counted from the last layer; only with k = 0."""
     offload_kqv: bool = False

@@ -419,9 +419,8 @@ def with_threads(base: Placement, spec: ModelSpec, cores: int) -> Placement:
         head = max(1, cores // 2) if base.device == "cpu" else 1
         beside = max(1, cores - head)
     attend = cores
-    if base.kv == "tiered":  # the only strategy that attends on both sides at once
-        head = min(head, max(1, cores // 2))
-        attend = max(1, cores - head)
+    if base.kv == "tiered":  # the only strategy that attends on both sides at once; an emulated one has cores for it
+        attend = max(1, cores // 2 if base.device == "cpu" else cores - head)
     return replace(
         base, n_threads_head=head, n_threads_tail=cores, n_threads_tail_batch=beside, n_threads_attend=attend
     )

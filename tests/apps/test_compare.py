@@ -53,8 +53,10 @@ class Fake:
         self.ran: list[Condition] = []
         self.fails: Callable[[Placement], bool] = lambda p: False
         self.interrupt_after = 1000
+        self.time_limits: set[float | None] = set()
 
-    def run_trial(self, condition: Condition, **_: Any) -> Trial:
+    def run_trial(self, condition: Condition, *, timeout_s: float | None = None) -> Trial:
+        self.time_limits.add(timeout_s)
         if len(self.ran) >= self.interrupt_after:
             raise KeyboardInterrupt
         self.ran.append(condition)
@@ -111,6 +113,14 @@ def test_what_failed_is_not_run_again_and_the_rest_is(model: Path, fake: Fake) -
     assert [(row.mode, row.setting.depth, len(row.trials)) for row in failed] == [("device", 300, 1)]
     assert all(len(row.trials) == 2 for row in report.rows if not row.failure)
     assert any("At 300 tokens device (out of memory while loading) fails" in line for line in report.verdict)
+
+
+def test_every_run_has_the_time_limit(model: Path, fake: Fake) -> None:
+    run(model, time_limit_s=7.5)
+    assert fake.time_limits == {7.5}
+    for wrong in (0.0, float("nan"), float("inf")):
+        with pytest.raises(BadRequestError, match="time limit"):
+            run(model, time_limit_s=wrong)
 
 
 def test_ctrl_c_keeps_what_was_measured_and_every_trial_is_a_file(model: Path, fake: Fake, tmp_path: Path) -> None:
@@ -225,6 +235,20 @@ def hybrid(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "hybrid.cli", "compare", *words]
     environment = {**os.environ, "COLUMNS": "200", **env}
     return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+def test_a_run_that_takes_too_long_is_ended_and_recorded(model: Path) -> None:
+    """No process has even begun by then."""
+    done = hybrid(
+        str(model), "--device", "cpu", "--modes", "device,llama.cpp", "--depths", "16", "--time-limit", "0.01", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    for row in facts["rows"]:
+        assert (row["failure"]["kind"], row["failure"]["message"]) == ("too slow", "It took longer than 0.01 s.")
+        assert row["decode_tok_per_s"] is None
+    assert len(facts["rows"]) == 2
+    assert facts["verdict"]
 
 
 def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, spec: ModelSpec, tmp_path: Path) -> None:

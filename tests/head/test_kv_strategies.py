@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid.errors import BadRequestError
 from hybrid.head import attention
-from hybrid.head.kv import host
+from hybrid.head.kv import host, tiered
 from hybrid.head.kv.bus import Moved
 from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.model.spec import FfnSpec, LayerSpec
@@ -189,6 +189,37 @@ def test_stream_fetches_what_is_seen_and_attend_a_few_vectors() -> None:
         placed = placement([spec], "f16", *chosen)
         (tier,) = kv_tiers.tiers([spec], placed)
         assert layer_traffic(spec, tier, placed, 40) == Traffic(sequences * to_device, sequences * to_host)
+
+
+def test_tiered_shares_the_cores_only_while_the_cpu_attends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something has spilled no job is begun and nothing is merged; then each side of a step has its cores."""
+    specs = layers(2, 2, (0,), 0.0)
+    placed = placement(specs, "f16", {"kv": "tiered"}, kv_tiers.SPILL_TOKENS)
+    pair = Pair(specs, replace(placed, n_threads_head=2, n_threads_attend=1), False, 0)
+    jobs, threads = [], []
+    begin, near = host.HostSide.begin, tiered.TieredLayer._near_part
+
+    def began(side: host.HostSide, *parts: Any) -> Any:
+        jobs.append(torch.get_num_threads())
+        return begin(side, *parts)
+
+    def nearby(layer: tiered.TieredLayer, *parts: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return near(layer, *parts)
+
+    monkeypatch.setattr(host.HostSide, "begin", began)
+    monkeypatch.setattr(tiered.TieredLayer, "_near_part", nearby)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        while pair.ours.length(0) < kv_tiers.SPILL_TOKENS:
+            pair.feed([(0, 1)])
+        assert (jobs, threads) == ([], [])
+        pair.feed([(0, 1)])
+        assert (jobs, threads) == ([2], [1])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 5000, 20_000, 100_000, 10_000_000])

@@ -95,7 +95,18 @@ def test_pools_that_work_at_the_same_time_never_exceed_the_cores(kv: Any, device
             if 0 < k < 32:
                 assert p.n_threads_head + p.n_threads_tail_batch <= cores  # prefill
             if k and kv == "tiered":
-                assert p.n_threads_head + p.n_threads_attend <= cores  # both parts at once
+                near = min(p.n_threads_head, p.n_threads_attend)  # what the cache leaves an emulated device meanwhile
+                assert near + p.n_threads_attend <= cores  # both parts at once
+
+
+@pytest.mark.parametrize("kv", KV_STRATEGIES)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_strategy_takes_no_core_from_what_is_no_attention(kv: Any, device: str) -> None:
+    for cores in (1, 2, 3, 8):
+        for k in (0, 1, 16, 32):
+            p = Placement(device=device, n_gpu_layers=k, n_ctx=512)
+            heads = {with_threads(replace(p, kv=name), LLAMA_3_8B, cores).n_threads_head for name in ("device", kv)}
+            assert len(heads) == 1
 
 
 @pytest.mark.parametrize("kv", KV_STRATEGIES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +77,20 @@ class HostSide:
         out, lse = job.result()
         n = out.numel()
         return self._to_device(out, self._out[:n]), self._to_device(lse, self._out[n : n + lse.numel()])
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What the caller computes amid `begin` and `finish`: an emulated device leaves that job its cores, and has all
+        of its own again afterwards."""
+        before = torch.get_num_threads()
+        share = min(before, self.placement.n_threads_attend)
+        if share < before:
+            torch.set_num_threads(share)
+        try:
+            yield
+        finally:
+            if share < before:
+                torch.set_num_threads(before)
 
     def abandon(self, job: Future[Part]) -> None:
         """Wait until it is over, however it ends: it reads what the caller will change."""

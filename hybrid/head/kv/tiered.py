@@ -146,7 +146,8 @@ class TieredLayer(LayerKV):
             return self.host.attend(self, stretches, q, sinks)
         job = self.host.begin(self, stretches, q)
         try:
-            parts = [self._near_part(stretch, q[stretch.rows], sinks) for stretch in stretches]
+            with self.host.beside():
+                parts = [self._near_part(stretch, q[stretch.rows], sinks) for stretch in stretches]
         except BaseException:
             self.host.abandon(job)
             raise
