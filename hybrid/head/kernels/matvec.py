@@ -23,9 +23,11 @@ from hybrid.head.kernels.variant import Variant
 UNITS = 32
 """Units of one row that a program reads at a time."""
 WARPS = 4
-REGISTERS = {(name, 1): 128 for name in ("q5_0", "q5_1", "mxfp4")} | {
-    (name, 8): 255 for name in ("q5_0", "iq4_nl", "q6_k")
-}
+REGISTERS = (
+    dict.fromkeys([("f32", 1), ("f16", 1), ("bf16", 1), ("f16", 2), ("q5_0", 1), ("q5_1", 1)], 128)
+    | {("mxfp4", 1): 168}
+    | dict.fromkeys([("q5_0", 8), ("iq4_nl", 8), ("q6_k", 8)], 255)
+)  # fmt: skip
 """Formats, and tokens of a program, of which ptxas would spill some (`Variant.registers`)."""
 PROGRAMS_A_SM = 4
 """Programs that keep a multiprocessor busy."""

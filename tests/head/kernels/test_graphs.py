@@ -36,6 +36,9 @@ STEPS = [
 """(sequence, tokens) of each batch; the third and the sixth shape are recorded for the first time."""
 
 
+SLOW = pytest.mark.slow  # the interpreter is
+
+
 def recorder(device: torch.device) -> Recorder:
     return CudaRecorder(device) if device.type == "cuda" else Tape()
 
@@ -78,7 +81,9 @@ def compare(ours: Head, theirs: Head, steps: list[list[tuple[int, int]]]) -> Non
     assert ours.notes == theirs.notes == []
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", ["device", pytest.param("stream", marks=SLOW), "tiered", pytest.param("attend", marks=SLOW)]
+)
 def test_replayed_steps_are_steps_whatever_the_kv_strategy(
     strategy: str, opened: Callable[..., Head], device: torch.device
 ) -> None:
@@ -107,6 +112,7 @@ def test_windows_wrap_in_replays_too(
     compare(*heads, steps)
 
 
+@pytest.mark.slow
 def test_later_shapes_than_the_first_few_are_not_recorded(opened: Callable[..., Head], device: torch.device) -> None:
     tape = recorder(device)
     steps = [[(0, n)] for n in (2, 3, 4, 5, 6, 2, 5)]
@@ -144,7 +150,7 @@ class Refusing(Tape):
         return super().record(run)
 
 
-@pytest.mark.parametrize("n", [0, 1, 3])
+@pytest.mark.parametrize("n", [pytest.param(0, marks=SLOW), 1, pytest.param(3, marks=SLOW)])
 def test_where_recording_fails_the_step_is_right_and_a_sentence_says_so(
     n: int, opened: Callable[..., Head], device: torch.device
 ) -> None:
@@ -153,7 +159,7 @@ def test_where_recording_fails_the_step_is_right_and_a_sentence_says_so(
         pytest.skip("the tape is the CPU's")
     ours, theirs = opened(Refusing(n)), opened(None)
     ends, their_ends = {0: 0, 1: 0}, {0: 0, 1: 0}
-    for batch in STEPS[:8]:
+    for batch in STEPS[:6]:
         assert relative(feed(ours, batch, ends).numpy(), feed(theirs, batch, their_ends).numpy()) < 1e-5
     assert ours.notes == [
         "Decode is launched kernel by kernel instead of as graphs, more slowly (RuntimeError: operation not permitted "

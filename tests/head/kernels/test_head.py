@@ -66,7 +66,7 @@ def test_a_head_with_kernels_is_the_head_without(
     assert fast.weight_bytes == plain.weight_bytes
 
 
-@pytest.mark.parametrize("kinds", [[T.Q8_0], MIXED], ids=["one type", "mixed"])
+@pytest.mark.parametrize("kinds", [[T.Q8_0], pytest.param(MIXED, marks=pytest.mark.slow)], ids=["one type", "mixed"])
 def test_matrices_with_the_same_input_and_type_are_one(
     kinds: list[T], heads: Callable[..., Head], tmp_path: Path, device: torch.device
 ) -> None:
