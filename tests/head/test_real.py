@@ -64,7 +64,7 @@ def test_the_kv_strategy_does_not_show_at_the_boundary(real_model: Path, heads: 
     """Quantised files, as they are used: a prompt in chunks, then single tokens.
 
     A q8_0 cache rounds to eight bits, and whichever way a value on the edge goes, the layers after it magnify: there
-    the measure is what other chunks do to `device` itself.
+    the measure is the most that other chunks do to `device` itself.
     """
     tokens = np.random.default_rng(0).integers(100, 10_000, 200)
     chunks = [128, 67, *[1] * 5]
@@ -78,8 +78,9 @@ def test_the_kv_strategy_does_not_show_at_the_boundary(real_model: Path, heads: 
         wanted = run(device, tokens, chunks)
         bound = 1e-3
         if kv_dtype == "q8_0":
-            device.cache.trim(0, 0)
-            bound = max(bound, 3 * relative(run(device, tokens, [20, 128, 47, *[1] * 5]), wanted))
+            for other in ([20, 128, 47], [100, 95], [128, 60, 7]):
+                device.cache.trim(0, 0)
+                bound = max(bound, 3 * relative(run(device, tokens, [*other, *[1] * 5]), wanted))
         device.close()
         for kv, more in (("stream", {}), ("attend", {}), ("tiered", {"kv_budget": 130 * token})):
             head = heads(real_model, k, kv=kv, kv_keep_sliding=False, **placed, **more)
