@@ -29,8 +29,9 @@ from tests.tiny import write_tiny
 
 WORDS = ["Hello world", "the ring", "of an", "in her", "a thing", "he", "er in an", "world of the"]
 N_CTX, N_TOKENS = 256, 8
-WARM_SHARE = 5
-"""A fifth of the chats warm up: allocators, caches and profiles have then grown to what they need."""
+WARM_SHARE, LEAST_WARM = 5, 100
+"""A fifth of the chats warm up, and so many at least (of few, half): allocators, caches and profiles have then grown to
+what they need, and each thread that calls llama.cpp has its helpers, which it gets with its first larger batch."""
 GROWTH_BYTES = 5 << 20
 TIE = 1e-3
 """Of the largest logit: what 16 bits of K and V make of the last bits in which other batches differ."""
@@ -68,7 +69,7 @@ def soak(model: Hybrid, n_chats: int, seed: int = 0) -> Soak:
     """Chat that often, and watch."""
     random, result, process = Random(seed), Soak(), psutil.Process()
     answers: dict[str, Completion] = {}
-    warm = max(1, n_chats // WARM_SHARE)
+    warm = max(1, n_chats // WARM_SHARE, min(LEAST_WARM, n_chats // 2))
     readings: list[int] = []
     for i in range(n_chats):
         if i == warm:
