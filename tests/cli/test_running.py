@@ -203,7 +203,7 @@ def test_the_chat_on_a_terminal(term: str, tiny: Path, environment: dict[str, st
         chat.expect("Ctrl-D leaves")
         chat.expect(">")
         chat.send("Hello\r")
-        chat.expect(r"\d+ tokens? \(prompt .*context \d+/\d+")
+        chat.expect(r"\d+ tokens? · .*context \d+/\d+")
         chat.send("/stats\r")
         chat.expect("layers   all layers on the CPU")
         chat.send("\x03")
@@ -221,7 +221,7 @@ def test_the_chat_on_a_terminal(term: str, tiny: Path, environment: dict[str, st
 
 def test_the_chat_remembers_what_was_typed_last_time(tiny: Path, environment: dict[str, str]) -> None:
     args = ["-m", "hybrid.cli", "chat", str(tiny), "-n", "2", "-t", "1"]
-    for typed, expected in (("unforgettable\r", r"tokens? \("), ("\x1b[A", "unforgettable")):
+    for typed, expected in (("unforgettable\r", r"tokens? ·"), ("\x1b[A", "unforgettable")):
         chat = pexpect.spawn(HYBRID[0], args, env=environment, timeout=120, encoding="utf-8", dimensions=(30, 100))
         try:
             chat.expect("Ctrl-D leaves")

@@ -25,7 +25,7 @@ UNITS = 32
 WARPS = 4
 REGISTERS = (
     dict.fromkeys([("f32", 1), ("f16", 1), ("bf16", 1), ("f16", 2), ("q5_0", 1), ("q5_1", 1)], 128)
-    | {("mxfp4", 1): 168}
+    | {("mxfp4", 1): 168, ("q5_1", 2): 168}
     | dict.fromkeys([("q5_0", 8), ("iq4_nl", 8), ("q6_k", 8)], 255)
 )  # fmt: skip
 """Formats, and tokens of a program, of which ptxas would spill some (`Variant.registers`)."""
