@@ -156,7 +156,11 @@ class TmuxWindow(Window):
         """See `Window.end`."""
         while self._read():
             pass
-        code, by = self._tmux("display-message", "-p", "#{pane_dead_status},#{pane_dead_signal}").strip().split(",")
+        deadline = time.monotonic() + self.patience_s
+        while (end := self._tmux("display-message", "-p", "#{pane_dead_status},#{pane_dead_signal}").strip()) == ",":
+            assert time.monotonic() < deadline, "tmux never said how the program ended"
+            time.sleep(0.03)  # it may see the terminal closed before the program's end
+        code, by = end.split(",")
         return -int(by) if by else int(code)
 
     def close(self) -> None:
