@@ -10,8 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from signal import SIGKILL
 
 import pexpect
+import psutil
 import pyte
 import pytest
 
@@ -128,7 +130,9 @@ class TmuxWindow(Window):
         self.patience_s = patience_s
         self._folder = tempfile.TemporaryDirectory()
         self._env = {**env, "TERM": "tmux-256color"}
+        # Its shell says how the program ended: tmux now and then forgets that of one which was killed.
         command = shlex.join([*HYBRID, "chat", *map(str, args)])
+        command = f"trap : INT; {command}; echo $? > {self._folder.name}/code"
         size = ["-x", str(columns), "-y", str(rows)]
         options = {"remain-on-exit": "on", "remain-on-exit-format": "", "history-limit": "9999"}
         setting = [word for option in options.items() for word in ("set", "-gq", *option, ";")]
@@ -150,18 +154,15 @@ class TmuxWindow(Window):
 
     def kill(self, signal: int) -> None:
         """See `Window.kill`."""
-        os.kill(int(self._tmux("display-message", "-p", "#{pane_pid}")), signal)
+        (program,) = psutil.Process(int(self._tmux("display-message", "-p", "#{pane_pid}"))).children()
+        program.send_signal(signal)
 
     def end(self) -> int:
         """See `Window.end`."""
         while self._read():
             pass
-        deadline = time.monotonic() + self.patience_s
-        while (end := self._tmux("display-message", "-p", "#{pane_dead_status},#{pane_dead_signal}").strip()) == ",":
-            assert time.monotonic() < deadline, "tmux never said how the program ended"
-            time.sleep(0.03)  # it may see the terminal closed before the program's end
-        code, by = end.split(",")
-        return -int(by) if by else int(code)
+        code = int(Path(self._folder.name, "code").read_text())
+        return -SIGKILL if code == 128 + SIGKILL else code
 
     def close(self) -> None:
         """See `Window.close`."""
