@@ -388,4 +388,5 @@ def _verdict(estimate: Estimate, i: int, best: int) -> str:
     mean, sd = estimate.belief.apart(i, best)
     if mean <= 2 * sd:
         return "tie"
-    return f"{100 * (math.exp(mean) - 1):.0f} % slower"
+    times = math.exp(mean)
+    return f"{times:.1f} x slower" if times >= 2 else f"{100 * (times - 1):.0f} % slower"

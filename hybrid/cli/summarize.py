@@ -282,7 +282,9 @@ class _Command:
         except KeyboardInterrupt:
             self._bar.clear()
             if runs:
-                click.echo(f"Interrupted; {runs[-1].n_saved} answers are saved, --resume goes on from there.", err=True)
+                n, said = runs[-1].n_saved, "; --resume goes on from there."
+                saved = f"{n} answer{'s are' if n > 1 else ' is'} saved{said}" if n else "nothing is saved yet."
+                click.echo(f"Interrupted; {saved}", err=True)
             raise
         finally:
             self._bar.clear()

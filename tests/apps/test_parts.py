@@ -199,8 +199,21 @@ def test_without_resume_it_begins_empty_and_says_so(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, "a.txt", PARTS, resume=False) as checkpoint:
         assert len(checkpoint) == 0
         assert "--resume" in checkpoint.notes[0]
+
+
+def test_who_forgot_to_resume_loses_nothing_until_a_run_is_finished(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    for n in (0, 2):  # started afresh twice, and interrupted sooner than the first time
+        with Checkpoint(tmp_path, "a.txt", PARTS, resume=False) as checkpoint:
+            for i in range(n):
+                checkpoint.add(job(i), answer(i + 10))
     with Checkpoint(tmp_path, "a.txt", PARTS, resume=True) as checkpoint:
-        assert len(checkpoint) == 0
+        assert [checkpoint.get(job(i)) for i in range(4)] == [answer(0), answer(1), answer(2), None]
+        checkpoint.add(job(3), answer(3))
+    with Checkpoint(tmp_path, "a.txt", PARTS, resume=True) as checkpoint:
+        assert len(checkpoint) == 4
+        checkpoint.finish()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_two_processes_do_not_share_a_checkpoint(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import platformdirs
 
 from hybrid.apps.summarize.work import Answer, Job
 from hybrid.errors import BadRequestError
+from hybrid.files import replacing
 
 FORMAT = 1
 """Rises when an old checkpoint must not be continued by new code."""
@@ -49,8 +50,8 @@ class Checkpoint:
         Documents of one name are told apart by `key`, a full path for instance. `kept` are JSON-ready values that a
         run goes on with although they may be others by now; afterwards they are those the run began with.
 
-        Without `resume`, and where no run with the same parts was interrupted, it begins empty. `notes` says what a
-        person should know. Raises BadRequestError while another process works on the same.
+        Without `resume`, and where no run with the same parts was interrupted, it begins empty; an interrupted run is
+        set aside until one is finished, for who only forgot to resume it. `notes` says what a person should know. Raises BadRequestError while another process works on the same.
         """
         self.notes: list[str] = []
         self._answers: dict[str, tuple[str, Answer]] = {}
@@ -66,11 +67,14 @@ class Checkpoint:
         except OSError as e:
             self._file.close()
             raise BadRequestError(f"{name} is being summarised by another process right now.") from e
+        if resume:
+            self._take_back()
         keep = self._load() if resume else 0
         if resume and not keep:
             self._say_why(name)
-        elif not resume and self._file.read(1):
-            self.notes.append(f"Starting {name} afresh; an interrupted run was there, which --resume continues.")
+        elif not resume and (old := self._file.read()):
+            self._set_aside(old)
+            self.notes.append(f"Starting {name} afresh; an interrupted run was there, which --resume still continues.")
         self._file.seek(keep)
         self._file.truncate()
         if not keep:
@@ -91,7 +95,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Forget this run and older ones of the same document."""
-        for path in self.path.parent.glob(f"{self._prefix}-*.jsonl"):
+        for path in self.path.parent.glob(f"{self._prefix}-*"):
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -103,6 +107,23 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _aside(self) -> Path:
+        return self.path.with_suffix(".aside")
+
+    def _set_aside(self, old: bytes) -> None:
+        """Keep what an interrupted run had, unless an earlier one had more."""
+        if old.count(b"\n") > _n_lines(self._aside):
+            with replacing(self._aside, "wb") as file:
+                file.write(old)
+
+    def _take_back(self) -> None:
+        """Go on with the run that was set aside, where it had come further than the one after it."""
+        if _n_lines(self._aside) > _n_lines(self.path):
+            self._file.truncate()
+            self._file.write(self._aside.read_bytes())
+            self._file.seek(0)
 
     def _load(self) -> int:
         """Read the answers; returns the bytes that are sound, 0 if the first line is not ours."""
@@ -137,6 +158,11 @@ class Checkpoint:
         self._file.write(b"%08x %s\n" % (zlib.crc32(data), data))
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _n_lines(path: Path) -> int:
+    """Lines of a file; 0 where there is none."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _records(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
