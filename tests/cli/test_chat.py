@@ -145,6 +145,10 @@ def test_a_document_is_read_with_the_next_message_and_can_be_taken_back(
     chat = chat_with(model)
     chat.take(f"/file {tmp_path / 'notes.txt'}")
     assert "notes.txt was added: 5 tokens" in capsys.readouterr().err
+    for written in (f"'{tmp_path}/notes.txt'", f"{tmp_path}/no\\tes.txt"):  # as a terminal inserts a dropped file
+        chat.take(f"/file {written}")
+        assert "notes.txt was added" in capsys.readouterr().err
+        chat.take("/undo")
     for bad, words in (("long.txt", "document has 201 tokens"), ("none.txt", "no file"), ("", "not a file")):
         chat.take(f"/file {tmp_path / bad}")
         assert words in capsys.readouterr().err

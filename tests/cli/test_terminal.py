@@ -14,6 +14,9 @@ import pyte
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from hybrid.cli.terminal import keyboard
 from hybrid.cli.terminal.lines import LineReader, _open_quotes
@@ -214,6 +217,20 @@ def test_a_long_paste_is_a_few_words_on_the_line_and_whole_in_the_message() -> N
     assert words == "[paste 1: 65,537 lines, 1,048,576 characters]"
     assert pastes.expand(f"Look at {words}!") == f"Look at {megabyte}!"
     assert pastes.expand("Look at [paste 2: nothing]") == "Look at [paste 2: nothing]"
+    assert pastes.expand(f"Look at {words[:-1]}") == f"Look at {megabyte}"  # nothing is lost to an edit
+    assert pastes.expand(f"{words[:20]}ns]!") == f"{megabyte}ns]!"
+    assert pastes.ending(f"Look at {words}") == len(words)
+    assert pastes.ending(f"{words}!") == pastes.ending("") == 0
+
+
+def test_one_backspace_takes_a_long_paste_away(tmp_path: Path) -> None:
+    text = "line" * 10 + "\n" * 100
+    paste = f"\x1b[200~{text}\x1b[201~"
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+        reader = LineReader(history=tmp_path / "history")
+        keyboard.send_text(f"So: {paste}\x7fgone\r{paste}!\x7f\r")
+        assert reader.read() == "So: gone"
+        assert reader.read() == text
 
 
 @pytest.mark.parametrize(

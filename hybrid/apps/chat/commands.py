@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -163,7 +164,7 @@ class Commands:
     def _file(self, argument: str) -> Outcome:
         from hybrid.apps.summarize.document import read_document
 
-        path = Path(os.path.expanduser(_wanted(argument, "/file PATH")))
+        path = _path(_wanted(argument, "/file PATH"))
         if not path.exists():
             raise BadRequestError(f"There is no file {path}.")
         if not path.is_file():
@@ -211,7 +212,7 @@ class Commands:
 
     def _export(self, argument: str) -> Outcome:
         replace = argument.startswith("-f ")
-        path = Path(os.path.expanduser(_wanted(argument.removeprefix("-f ").strip(), "/export FILE.md|FILE.json")))
+        path = _path(_wanted(argument.removeprefix("-f ").strip(), "/export FILE.md|FILE.json"))
         n = export(self.talk.conversation, path, replace=replace)
         return Outcome(f"{n} message{'s' * (n != 1)} written to {path}.")
 
@@ -264,6 +265,16 @@ class Commands:
 
     def _exit(self, _: str) -> Outcome:
         return Outcome(leave=True)
+
+
+def _path(argument: str) -> Path:
+    """A path as it is typed, or as a shell has it and a terminal inserts it for a dropped file: quoted or escaped."""
+    path = Path(os.path.expanduser(argument))
+    if not path.exists():
+        with suppress(ValueError):
+            if len(words := shlex.split(argument)) == 1:
+                return Path(os.path.expanduser(words[0]))
+    return path
 
 
 def _wanted(argument: str, usage: str) -> str:

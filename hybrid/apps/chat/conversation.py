@@ -75,7 +75,7 @@ class Conversation:
     @property
     def unanswered(self) -> bool:
         """Whether the person had the last word."""
-        return bool(self.messages) and self.messages[-1].role == "user"
+        return bool(self.messages) and self.messages[-1].role == "user" and self.messages[-1].kind != "summary"
 
     def prompt(self, messages: Sequence[Message] | None = None) -> list[dict[str, str]]:
         """What the model is given of `messages` (None: of all that are live), after the system prompt."""

@@ -51,7 +51,8 @@ class Checkpoint:
         run goes on with although they may be others by now; afterwards they are those the run began with.
 
         Without `resume`, and where no run with the same parts was interrupted, it begins empty; an interrupted run is
-        set aside until one is finished, for who only forgot to resume it. `notes` says what a person should know. Raises BadRequestError while another process works on the same.
+        set aside until one is finished, for who only forgot to resume it. `notes` says what a person should know.
+        Raises BadRequestError while another process works on the same.
         """
         self.notes: list[str] = []
         self._answers: dict[str, tuple[str, Answer]] = {}

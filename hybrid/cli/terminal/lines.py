@@ -74,11 +74,19 @@ class LineReader:
         def _(event: KeyPressEvent) -> None:
             event.current_buffer.insert_text(self._pastes.shorten(event.data))
 
+        @keys.add("backspace", filter=Condition(lambda: self._behind_paste() > 0))
+        def _(event: KeyPressEvent) -> None:
+            event.current_buffer.delete_before_cursor(self._behind_paste())
+
         @keys.add("c-c", filter=Condition(lambda: bool(get_app().current_buffer.text)))
         def _(event: KeyPressEvent) -> None:
             event.app.exit(result="", style="class:aborting")
 
         return keys
+
+    def _behind_paste(self) -> int:
+        """Characters before the cursor that stand for a paste: one key takes them all away."""
+        return self._pastes.ending(get_app().current_buffer.document.text_before_cursor)
 
 
 class _LineCompleter(Completer):
@@ -97,6 +105,8 @@ class _LineCompleter(Completer):
                 path = Document(typed[len(command) :])
                 yield from self._paths.get_completions(path, complete_event)
                 return
+        if typed.startswith("/model "):
+            yield from self._paths.get_completions(Document(typed.removeprefix("/model ")), complete_event)
         word = typed if " " not in typed else typed.partition(" ")[2]
         for text, explanation in self._completions(typed):
             yield Completion(text, start_position=-len(word), display_meta=explanation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hybrid.prefix import common_prefix
+
 MOST_CHARACTERS, MOST_LINES = 2000, 15
 """What an editor of lines shows with ease; more would fill the screen, and a megabyte would take it seconds to draw."""
 
@@ -24,7 +26,14 @@ class Pastes:
         return words
 
     def expand(self, line: str) -> str:
-        """The line with every paste in the place of its words."""
+        """The line with every paste in the place of its words, or of what an edit left of their beginning."""
         for words, text in self._texts.items():
             line = line.replace(words, text)
+            sign = words[: words.index(":") + 1]
+            while (at := line.find(sign)) >= 0 and sign not in text:
+                line = line[:at] + text + line[at + common_prefix(line[at:], words) :]
         return line
+
+    def ending(self, line: str) -> int:
+        """How many characters at the end of `line` stand for a paste."""
+        return next((len(words) for words in self._texts if line.endswith(words)), 0)
