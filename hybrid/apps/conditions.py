@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import suppress
 
 import psutil
 
-from hybrid.schedule.limits import usable_cores
+from hybrid.schedule.limits import busy_load, usable_cores
 
 WARMUP = 4
 """Tokens decoded before any is timed."""
-BUSY = 0.75
-"""A load average of so many times the cores, before anything was measured, is worth a word."""
-
 DISTURBED = 0.1
 """Where other programs took more than this share of the processors, that is worth a word."""
 
@@ -30,14 +26,12 @@ def prompt_tokens(n: int, n_vocab: int) -> tuple[int, ...]:
 
 def busy() -> list[str]:
     """A sentence where other programs' work will show in every figure."""
-    with suppress(OSError):
-        load = os.getloadavg()[0]
-        if load > BUSY * usable_cores():
-            return [
-                f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
-                "what is measured now may not hold when they are done."
-            ]
-    return []
+    if (load := busy_load()) is None:
+        return []
+    return [
+        f"Other programs keep the processors busy (a load of {load:.1f} on {usable_cores()} cores): "
+        "what is measured now may not hold when they are done."
+    ]
 
 
 class Others:

@@ -10,6 +10,8 @@ import resource
 from pathlib import Path
 
 ROOT = Path("/")
+BUSY = 0.75
+"""A load average of so many times the cores, before anything is measured, is worth a word."""
 UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2**63; nothing real is this large."""
 MEMORY_FILES = (
@@ -17,6 +19,15 @@ MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
 """Limit, use, and the keys of reclaimable page cache in memory.stat: cgroup v2, then v1."""
+
+
+def busy_load() -> float | None:
+    """The load average (of a minute), where other programs' work will show in what is measured; else None."""
+    try:
+        load = os.getloadavg()[0]
+    except OSError:
+        return None
+    return load if load > BUSY * usable_cores() else None
 
 
 def usable_cores(root: Path = ROOT) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hybrid.files import replacing
 from hybrid.schedule import facts
+from hybrid.schedule.limits import busy_load
 from hybrid.schedule.machine import Cpu, Gpu, Machine, Memory
 
 VERSION = 1
@@ -49,7 +50,11 @@ def measure(models: Path | None, cache: Path | None = None) -> Machine:
     """Measure this machine and remember it. A cache that cannot be written costs only the next start."""
     from hybrid.schedule.probe import probe
 
+    load = busy_load()
     machine = probe(models)
+    if load is not None:
+        said = f"These rates were measured beside other programs (a load of {load:.1f} on {machine.cpu.cores} cores)"
+        machine = replace(machine, notes=(*machine.notes, f"{said}: `hybrid machine --refresh` measures again."))
     gpus = facts.gpus()
     save(machine, cache or cache_dir(), fingerprint(machine.cpu, machine.memory, gpus))
     return machine

@@ -161,6 +161,18 @@ def test_a_measured_machine_is_remembered_and_its_free_memory_is_todays(tmp_path
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
+def test_a_machine_that_was_measured_while_it_was_busy_says_so_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.schedule.probe.probe", lambda models: measured())
+    for load, said in ((100.0, True), (0.0, False)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        machine_store.measure(None, tmp_path)
+        found = machine_store.this_machine(tmp_path)
+        assert found is not None
+        assert any("a load of 100.0" in note and "--refresh" in note for note in found.notes) == said
+
+
 def test_another_machines_measurement_is_not_used(tmp_path: Path) -> None:
     machine = measured()
     other = replace(machine.cpu, cores=machine.cpu.cores + 1)
