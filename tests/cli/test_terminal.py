@@ -6,6 +6,7 @@ import os
 import pty
 import random
 import re
+import signal
 import termios
 from pathlib import Path
 from typing import Literal
@@ -257,5 +258,9 @@ def test_while_nobody_reads_the_keyboard_is_silent_and_keeps_every_byte(monkeypa
             flags = termios.tcgetattr(theirs)[3]
             assert not flags & (termios.ECHO | termios.ICANON)
             assert flags & termios.ISIG  # Ctrl-C is still Ctrl-C
+            monkeypatch.setattr("os.tcgetpgrp", lambda fd: os.getpgrp())
+            termios.tcsetattr(theirs, termios.TCSANOW, before)  # as a shell does after Ctrl-Z
+            os.kill(os.getpid(), signal.SIGCONT)  # fg
+            assert not termios.tcgetattr(theirs)[3] & termios.ECHO
         assert termios.tcgetattr(theirs) == before
     os.close(ours)

@@ -7,7 +7,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 PASTE_ON, PASTE_OFF = "\x1b[?2004h", "\x1b[?2004l"
@@ -25,11 +25,22 @@ def silent_keyboard() -> Iterator[None]:
         yield
         return
     silent = [*before[:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
-    termios.tcsetattr(fd, termios.TCSADRAIN, silent)
-    _tell(PASTE_ON)
+
+    def silence(*_: object) -> None:
+        termios.tcsetattr(fd, termios.TCSADRAIN, silent)
+        _tell(PASTE_ON)
+
+    def on_continue(*_: object) -> None:  # `fg` after Ctrl-Z: the shell had its own settings meanwhile
+        with suppress(OSError, termios.error, RuntimeError):  # the last: amid another write
+            if os.tcgetpgrp(fd) == os.getpgrp():
+                silence()
+
+    silence()
+    previous = signal.signal(signal.SIGCONT, on_continue)
     try:
         yield
     finally:
+        signal.signal(signal.SIGCONT, previous)
         _tell(PASTE_OFF)
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
