@@ -48,17 +48,6 @@ class OnDevice(RingLayer):
             out.append(attend_in(self.here, self, stretch, turned, sinks))
         return out[0] if len(out) == 1 else torch.cat(out)
 
-    def leave(self, stretches: Sequence[Stretch]) -> None:
-        """What is left to do with the rows of a batch that was recorded."""
-
-
-class DeviceLayer(OnDevice):
-    """Everything is allocated at the start; nothing grows later."""
-
-    def __init__(self, spec: LayerSpec, placement: Placement, device: torch.device) -> None:
-        empty = partial(torch.zeros, device=device)
-        super().__init__(spec, placement, lambda shape, dtype: empty(shape, dtype=dtype))
-
     def step(
         self,
         stretches: Sequence[Stretch],
@@ -70,7 +59,30 @@ class DeviceLayer(OnDevice):
     ) -> Tensor:
         """See `LayerKV.step`."""
         self.enter(stretches)
-        return self.compute(stretches, q, k, v, sinks, rotation)
+        try:
+            return self.compute(stretches, q, k, v, sinks, rotation, self.send)
+        finally:
+            self.free()
+
+    def leave(self, stretches: Sequence[Stretch]) -> None:
+        """What is left to do with the rows of a batch that was recorded."""
+        for stretch in stretches:
+            self.send(stretch)
+        self.free()
+
+    def send(self, stretch: Stretch) -> None:
+        """The new rows have been stored in `here`; those that belong elsewhere are sent there."""
+
+    def free(self) -> None:
+        """The batch needs `here` no more."""
+
+
+class DeviceLayer(OnDevice):
+    """Everything is allocated at the start; nothing grows later."""
+
+    def __init__(self, spec: LayerSpec, placement: Placement, device: torch.device) -> None:
+        empty = partial(torch.zeros, device=device)
+        super().__init__(spec, placement, lambda shape, dtype: empty(shape, dtype=dtype))
 
     @property
     def nbytes(self) -> int:

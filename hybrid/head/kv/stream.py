@@ -16,7 +16,6 @@ from hybrid.head.kv.bus import Bus, Mark
 from hybrid.head.kv.device import OnDevice
 from hybrid.head.kv.layer import LayerKV, Stretch
 from hybrid.head.kv.ring import Ring
-from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -66,22 +65,6 @@ class StreamedLayer(OnDevice):
         if self.slot.owner is None:
             self._fetch(self._seen(stretches))
 
-    def step(
-        self,
-        stretches: Sequence[Stretch],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
-        """See `LayerKV.step`: attend in the buffer, and send the new rows to the host meanwhile."""
-        self.enter(stretches)
-        try:
-            return self.compute(stretches, q, k, v, sinks, rotation, self._send)
-        finally:
-            self._free()
-
     @property
     def here(self) -> Ring:
         """See `OnDevice.here`: in the buffer."""
@@ -95,12 +78,6 @@ class StreamedLayer(OnDevice):
             self._fetch(seen)
         assert slot.arrived is not None
         self.bus.compute.wait(slot.arrived)
-
-    def leave(self, stretches: Sequence[Stretch]) -> None:
-        """See `OnDevice.leave`."""
-        for stretch in stretches:
-            self._send(stretch)
-        self._free()
 
     def trim(self, seq: int, n: int) -> None:
         """See `LayerKV.trim`; what was fetched for a batch that never came is forgotten too."""
@@ -126,15 +103,16 @@ class StreamedLayer(OnDevice):
             seen.setdefault(stretch.seq, (lo, self.end[stretch.seq]))
         return seen
 
-    def _send(self, stretch: Stretch) -> None:
-        """The new rows, which have been stored in the buffer, to the host."""
+    def send(self, stretch: Stretch) -> None:
+        """See `OnDevice.send`: to the host."""
         bus, seq = self.bus, stretch.seq
         bus.side.wait(bus.compute.mark())
         for at, _ in self.ring.slices(stretch.p0, stretch.end):
             bus.to_host(self.ring.k[seq, at], self._here.k[seq, at], bus.side)
             bus.to_host(self.ring.v[seq, at], self._here.v[seq, at], bus.side)
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """See `OnDevice.free`: another layer may have the buffer."""
         self.slot.owner, self.slot.free = None, self.bus.compute.mark()
 
     def _fetch(self, seen: dict[int, tuple[int, int]]) -> None:
