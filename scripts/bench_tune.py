@@ -7,8 +7,10 @@ simulated  machines with hidden true costs and 5 % noise (`scripts/simulated.py`
            them, in ≤ 40 % of the time that measuring everything once would take.
 real       VRAM budgets on this machine with an emulated GPU (--device cpu), both models, objectives latency and ttft,
            whose optima lie at opposite ends. A sweep of every split is the truth; for each budget the winner of a
-           fresh tune is measured again, interleaved with the sweep's best that fits. Bounds: winner / best ≥ 0.97 in
-           speed, and no start runs out of memory. Use a quiet machine.
+           fresh tune is measured again, interleaved with the sweep's best that fits, until what a machine's unrest
+           leaves of doubt (the median's 95 % interval) lies on one side of the bound. Budgets in which the same two
+           meet share that measurement. Bounds: winner / best ≥ 0.97 in speed, and no start runs out of memory. Use a
+           quiet machine.
 
 The real part takes about 25 minutes on two cores. What it has so far is in FILE after each step; with --resume it goes
 on from there.
@@ -27,6 +29,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -55,7 +58,8 @@ from scripts.simulated import KINDS, Outcome, Simulated, machine, quantile, sear
 
 MIB = 1 << 20
 N_CTX, DEPTH = 512, 192
-TURNS = 8
+BOUND = 0.97
+TURNS = range(8, 41)
 """The winner and the best of the sweep are run so often, each time one after the other: a machine may drift."""
 OBJECTIVES: tuple[Objective, ...] = ("latency", "ttft")
 OUT_OF_MEMORY = ("out of memory", "out of RAM", "killed")
@@ -109,7 +113,7 @@ class Real:
     budget_s: float
     save: Callable[[dict[str, Any]], None]
     known: dict[str, Any]
-    """{"sweeps": {model: [a Swept as JSON]}, "rows": [a row of the table]}."""
+    """{"sweeps": {model: [a Swept as JSON]}, "rows": [a row of the table], "pairs": {two placements: [ratio]}}."""
 
     def run(self) -> list[Row]:
         """One row a budget."""
@@ -132,7 +136,7 @@ class Real:
                     vram_bytes=budget,
                 )
                 report = in_folder(partial(tune, resolve_model(name), request))
-                row = compare(name, objective, budget, swept, report)
+                row = compare(name, objective, budget, swept, report, self.known.setdefault("pairs", {}))
                 self.known["rows"].append(row)
                 self.save(self.known)
                 say(", ".join(f"{column} {value:.3g}" if isinstance(value, float) else f"{column} {value}"
@@ -190,8 +194,19 @@ class Swept:
         return Placement(**self.fields)
 
 
-def compare(name: str, objective: Objective, budget: int, swept: list[Swept], report: TuneReport) -> Row:
-    """The tune's winner against the sweep's best that fits the budget, measured anew, in turns."""
+def compare(
+    name: str,
+    objective: Objective,
+    budget: int,
+    swept: list[Swept],
+    report: TuneReport,
+    pairs: dict[str, list[float]],
+) -> Row:
+    """The tune's winner against the sweep's best that fits the budget, measured anew, in turns.
+
+    Args:
+        pairs: Speeds, winner / best, turn by turn, of the two that met in another budget; those of a new two are added.
+    """
     assert report.best is not None
     with ModelFile(resolve_model(name)) as file:
         spec = read_spec(file)
@@ -202,16 +217,20 @@ def compare(name: str, objective: Objective, budget: int, swept: list[Swept], re
     winner = report.rows[report.best].placement
     allowed = {key(row.placement) for row in report.rows}
     best = min((s for s in swept if key(s.placement) in allowed), key=lambda s: s.seconds[objective]).placement
-    ratio = 1.0
     trials = list(report.trials)
-    if key(best) != key(winner):
-        pairs = []
-        for turn in range(TURNS):
-            order = (winner, best) if turn % 2 == 0 else (best, winner)
+    two = " / ".join(json.dumps(key(p).to_dict()) for p in (winner, best))
+    if key(best) == key(winner):
+        ratios = [1.0]
+    elif (met := f"{name}, {objective}: {two}") in pairs:
+        ratios = pairs[met]
+    else:
+        ratios = pairs[met] = []
+        while len(ratios) < TURNS.start or (len(ratios) < TURNS.stop - 1 and not decided(ratios)):
+            order = (winner, best) if len(ratios) % 2 == 0 else (best, winner)
             both = {p: again(report, p) for p in order}
             trials += both.values()
-            pairs.append(seconds(both[best], objective) / seconds(both[winner], objective))
-        ratio = median(pairs)
+            ratios.append(seconds(both[best], objective) / seconds(both[winner], objective))
+    low, high = interval(ratios)
     return {
         "model": name,
         "objective": objective,
@@ -219,13 +238,31 @@ def compare(name: str, objective: Objective, budget: int, swept: list[Swept], re
         "winner k": winner.n_gpu_layers,
         "winner kv": winner.strategy,
         "best k": best.n_gpu_layers,
-        "winner / best": ratio,
+        "winner / best": median(ratios),
+        "95 % interval": f"{low:.2f} to {high:.2f}" if len(ratios) > 1 else "the same",
+        "turns": len(ratios) if len(ratios) > 1 else 0,
         "measured": len(report.trials),
         "of": len(report.rows),
         "tune s": report.elapsed_s,
         "out of memory": sum(t.failure is not None and t.failure.kind in OUT_OF_MEMORY for t in trials),
         "failed": sum(t.failure is not None for t in trials),
     }
+
+
+def decided(ratios: list[float]) -> bool:
+    """Whether the median lies on one side of the bound."""
+    low, high = interval(ratios)
+    return low >= BOUND or high < BOUND
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Where the median is with 95 %: between two of the sorted values, however they are distributed (the sign test)."""
+    n = len(values)
+    below = 0  # how many values may be left out at each end
+    while 2 * sum(comb(n, i) for i in range(below + 1)) <= 0.05 * 2**n:
+        below += 1
+    ordered = sorted(values)
+    return ordered[max(below - 1, 0)], ordered[n - max(below, 1)]
 
 
 def again(report: TuneReport, placement: Placement) -> Trial:
@@ -302,7 +339,7 @@ def main() -> None:
     if "real" in args.sections:
         known = result.get("real", {"sweeps": {}, "rows": []})
         real = Real(args.models, args.quick, args.budget, lambda found: save("real", found), known)
-        show("Real budgets, emulated GPU (winner / best ≥ 0.97, nothing out of memory)", real.run())
+        show(f"Real budgets, emulated GPU (winner / best ≥ {BOUND}, nothing out of memory)", real.run())
     console.print(f"{time.perf_counter() - START:.0f} s")
 
 
