@@ -121,6 +121,8 @@ def command(
 def _print(report: CompareReport) -> None:
     from rich.console import Console
 
+    from hybrid.apps.conditions import WARMUP
+
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = max(console.width, 150)  # a file has room
@@ -129,7 +131,7 @@ def _print(report: CompareReport) -> None:
     limit = "" if report.vram_bytes is None else f", {_size(report.vram_bytes)} of VRAM"
     times = "once" if request.repeats == 1 else f"{request.repeats} times"
     console.print(
-        f"{report.device}{limit}; {request.n_decode} tokens a run, greedily; everything {times}; "
+        f"{report.device}{limit}; {request.n_decode} tokens a run after {WARMUP} untimed ones, greedily; everything {times}; "
         f"prompts in chunks of {request.n_batch}",
         markup=False,
     )

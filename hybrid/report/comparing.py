@@ -119,8 +119,8 @@ class CompareRow:
 
     @property
     def n_made(self) -> int:
-        """Tokens that the first sequence really made in each run; the fewest."""
-        return min((len(trial.tokens) for trial in self.trials), default=0)
+        """Tokens that the first sequence really made in each run after the warm-up; the fewest."""
+        return max(0, min((len(trial.tokens) - trial.condition.warmup for trial in self.trials), default=0))
 
     def most(self, figure: str) -> int | None:
         """The most that was seen of one of PeakMemory's figures."""

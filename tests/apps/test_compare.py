@@ -265,7 +265,7 @@ def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, sp
     assert rows["device"]["decode_tok_per_s"] is None
     for mode in ("split:2", "stream", "llama.cpp"):
         assert rows[mode]["finished"], rows[mode]
-        assert rows[mode]["n_made"] == 4 + app.WARMUP
+        assert rows[mode]["n_made"] == 4, "the warm-up is not what was asked for"
         assert rows[mode]["output"] == "equal", "random float32 weights leave no near-ties"
     assert rows["stream"]["peak_device_bytes"] <= limit
     assert rows["stream"]["moved_bytes_per_step"] > 0

@@ -275,8 +275,9 @@ def test_the_number_of_sequences_may_decide() -> None:
 
 
 def test_fewer_tokens_than_asked_for_are_named() -> None:
-    found = report(row("stream", 64, 0.02, tokens=(1, 2)), row("llama.cpp", 64, 0.01))
-    assert "only 2 tokens" in printed(found)
+    found = report(row("stream", 64, 0.02, tokens=(1, 2, 3, 4, 5, 6)), row("llama.cpp", 64, 0.01))
+    assert "only 2 tokens" in printed(found), "four of them were the warm-up"
+    assert " 6 tokens, 3 runs" in printed(found)
 
 
 def test_what_was_interrupted_shows_what_there_is() -> None:
