@@ -193,6 +193,8 @@ class CompareReport:
     limits: tuple[Limit, ...] = ()
     notes: tuple[str, ...] = ()
     verdict: tuple[str, ...] = field(default=())
+    saved: str | None = None
+    """The folder that has every run as a file."""
     interrupted: bool = False
     elapsed_s: float = 0.0
 
@@ -235,6 +237,7 @@ class CompareReport:
             "limits": [asdict(limit) for limit in self.limits],
             "verdict": list(self.verdict),
             "notes": list(self.notes),
+            "saved": self.saved,
             "interrupted": self.interrupted,
             "elapsed_s": self.elapsed_s,
         }
