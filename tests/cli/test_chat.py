@@ -133,7 +133,13 @@ def test_edit_changes_the_last_message_and_leaves_it_where_the_change_does_not_f
         monkeypatch.setattr(chat, "edit", lambda text, edited=edited: edited)
         chat.take("/edit")
         assert said(chat)[2:] == [("user", now), ("assistant", f" You said {now}")]
-    assert "40 tokens" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "40 tokens" in err
+    assert "> deux\n" in err, "what was sent is shown"
+    monkeypatch.setattr(chat, "edit", lambda text: "\n".join(map(str, range(20))))
+    chat.take("/edit")
+    assert "> 0\n  1\n" in (err := capsys.readouterr().err)
+    assert "  11 …\n" in err
 
 
 def test_a_document_is_read_with_the_next_message_and_can_be_taken_back(
@@ -194,6 +200,7 @@ def test_a_full_context_is_compacted_by_itself_where_that_was_asked_for(capsys: 
         chat.take(f"message {i}")
     err = capsys.readouterr().err
     assert "older turns are summarised" in err
+    assert err.count("this summary") == err.count("the gist\n\n") > 0, "a blank line before the answer"
     assert "does not fit" not in err
     assert sum(m.role == "assistant" for m in chat.talk.conversation.messages) == 12
     assert chat.talk.last is not None

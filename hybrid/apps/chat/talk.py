@@ -264,6 +264,7 @@ class Talk:
                 yield from self._compact(asking)
             except BadRequestError:
                 break
+            yield Piece("note", "")  # a blank line: what follows is no part of the summary
             if asking.cancelled:
                 return
         self._check_room(message, n_prompt, n_tokens)
