@@ -207,6 +207,13 @@ def test_a_full_context_is_compacted_by_itself_where_that_was_asked_for(capsys: 
     assert chat.talk.last.finish_reason == "stop"
 
 
+def test_a_summary_that_its_limit_cuts_off_ends_with_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    gist = "It was about boats of the north. Then it " + "went on " * 99
+    chat = talk(FakeModel(says=lambda text: gist if "Summarize" in text else "yes " * 30), "one", "two", "/compact")
+    assert chat.talk.conversation.live[0].content.endswith("of the north.)")
+    assert "of the north.\n" in capsys.readouterr().err
+
+
 def test_nothing_is_compacted_where_there_is_nothing_or_ctrl_c_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     chat = chat_with(FakeModel(between=press_at(4)))
     chat.take("/compact")
