@@ -44,8 +44,9 @@ def compare(
 ) -> CompareReport:
     """Run every mode at every depth, number of sequences and cache type, and say what came of it.
 
-    `save` is a folder that gets every Trial as a JSON file as soon as it is over. Ctrl-C ends the measuring, not the
-    report. Raises BadRequestError and UnsupportedError, before anything is run, for what cannot be compared.
+    In `save`, a folder of this comparison's own gets every Trial as a JSON file as soon as it is over. Ctrl-C ends the
+    measuring, not the report. Raises BadRequestError and UnsupportedError, before anything is run, for what cannot be
+    compared.
     """
     with ModelFile(model) as file:
         return _Session(file, request, save, on_progress or (lambda *_: None)).run()
@@ -76,7 +77,7 @@ class _Session:
         self.depths = self._depths()
         self._note()
         if self.save is not None:
-            _make_folder(self.save)
+            self.save = _new_folder(self.save)
         self.rows = [self._row(mode, setting) for setting in self._settings() for mode in self.modes]
         others = Others()
         try:
@@ -98,6 +99,7 @@ class _Session:
             rows=(),
             limits=tuple(self._limits()),
             notes=tuple(self.notes),
+            saved=None if self.save is None else str(self.save),
             interrupted=self.interrupted,
             elapsed_s=time.perf_counter() - started,
         )
@@ -320,8 +322,15 @@ class _Session:
                 yield Limit(kv_dtype=base.kv_dtype, n_sequences=n_sequences, n_ctx=low)
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise BadRequestError(f"{path} cannot be a folder for the trials: {e.strerror}.") from e
+def _new_folder(parent: Path) -> Path:
+    """A new folder in `parent`, named by date and time: no two comparisons' files are mixed, and none is lost."""
+    name, number = time.strftime("%Y-%m-%d-%H%M%S"), 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:  # another one began in the same second
+            number += 1
+        except OSError as e:
+            raise BadRequestError(f"{parent} cannot be a folder for the trials: {e.strerror}.") from e

@@ -145,7 +145,7 @@ def _costs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Ite
         costs = [f"{row.mode} {_mib(row.vram_saved)} for {_mib(max(0, row.host_cost or 0))} of RAM" for row in cheaper]
         yield (
             f"VRAM saved against everything on the device at {setting.depth:,} tokens, and the host memory it costs "
-            f"(by the Ledger): {listed(costs)}."
+            f"(both calculated): {listed(costs)}."
         )
     seen = [(row.mode, n) for row in rows if row.finished and (n := row.most("host_bytes")) is not None]
     if len(seen) > 1:
@@ -263,9 +263,9 @@ def _too_long(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> 
         for limit in report.limits
         if limit.n_sequences == setting.n_sequences and limit.n_ctx > 0
     ]
-    far = f"By the Ledger the device holds {listed(reach)} beside all layers" if reach else ""
+    far = f"By calculation the device holds {listed(reach)} beside all layers" if reach else ""
     if not far and report.limits:
-        far = "By the Ledger the device does not hold all layers with any cache"
+        far = "By calculation the device does not hold all layers with any cache"
     fits = max((row for _, row, _ in whole if row.tok_per_s is not None), key=lambda r: r.setting.depth, default=None)
     leaders, _ = _ranking(by_speed(rows))
     best = leaders[0] if leaders else None

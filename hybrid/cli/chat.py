@@ -219,13 +219,20 @@ def _choose(store: Store, options: Mapping[str, Any], say: Any) -> Conversation:
         return store.load(id)
     if not options["resume_last"]:
         return Conversation()
+    elsewhere: list[str] = []
     for entry in store.list():
         if not entry.n_messages:
             continue
         if store.open(entry.id):
+            if len(elsewhere) == 1:
+                say(f"“{elsewhere[0]}” is open in another window; the one before it is opened.")
+            elif elsewhere:
+                say(f"{len(elsewhere)} later conversations are open in other windows; the last other one is opened.")
             return store.load(entry.id)
-        say(f"“{entry.name or entry.title}” is open in another window; the one before it is opened.")
-    raise BadRequestError("There is no conversation to go on with yet.")
+        elsewhere.append(entry.name or entry.title)
+    raise BadRequestError(
+        "Every conversation is open in another window." if elsewhere else "There is no conversation to go on with yet."
+    )
 
 
 def _reopened(conversation: Conversation, state: str) -> str:

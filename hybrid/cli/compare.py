@@ -14,6 +14,7 @@ from hybrid.cli.measuring import measuring
 from hybrid.cli.options import json_option, model_argument, vram_reserve_option
 from hybrid.cli.session import read_prompt
 from hybrid.cli.units import Bytes
+from hybrid.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
 @vram_reserve_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Draw speed and memory over the depth (PNG, SVG or PDF; needs matplotlib).")  # fmt: skip
-@click.option("--save", type=click.Path(path_type=Path), metavar="DIR", help="Write every run into DIR as JSON.")
+@click.option("--save", type=click.Path(path_type=Path), metavar="DIR",
+              help="Write every run as JSON, into a new folder in DIR named by date and time.")  # fmt: skip
 @json_option
 def command(
     model: str | None, prompt_file: str | None, plot: Path | None, save: Path | None, as_json: bool, **options: Any
@@ -107,6 +109,8 @@ def command(
         click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
         _print(report)
+    if report.saved is not None:
+        click.echo(printable(f"Every run is a file in {report.saved}"), err=True)
     if plot is not None:
         from hybrid.report.plot_compare import plot_comparison
 
@@ -121,6 +125,8 @@ def command(
 def _print(report: CompareReport) -> None:
     from rich.console import Console
 
+    from hybrid.apps.conditions import WARMUP
+
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = max(console.width, 150)  # a file has room
@@ -129,8 +135,8 @@ def _print(report: CompareReport) -> None:
     limit = "" if report.vram_bytes is None else f", {_size(report.vram_bytes)} of VRAM"
     times = "once" if request.repeats == 1 else f"{request.repeats} times"
     console.print(
-        f"{report.device}{limit}; {request.n_decode} tokens a run, greedily; everything {times}; "
-        f"prompts in chunks of {request.n_batch}",
+        f"{report.device}{limit}; {request.n_decode} tokens a run after {WARMUP} untimed ones, greedily; "
+        f"everything {times}; prompts in chunks of {request.n_batch}",
         markup=False,
     )
     for note in report.notes:

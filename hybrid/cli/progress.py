@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 
-WIDTH = 24
+WIDTH, LEAST_WIDTH = 24, 4
+"""Characters of the bar; where the terminal has room for fewer than the least, there is none."""
 PATIENCE_S = 0.5
 """What takes less than this needs no bar."""
 
@@ -36,7 +37,7 @@ class ProgressBar:
             share = sum(self._done.values()) / len(self._done)
             if now - self._since >= PATIENCE_S:
                 label = "Reading the prompt" if "prompt" in self._done else "Loading"
-                self._draw(f"{label} {bar(share)} {share:4.0%}")
+                self._draw(progress_line(label, share, _columns()))
 
     def clear(self) -> None:
         """Erase the bar; the next call begins another."""
@@ -51,7 +52,22 @@ class ProgressBar:
             self._drawn = line
 
 
-def bar(fraction: float) -> str:
-    """`fraction` as a bar of WIDTH characters."""
-    full = round(max(0.0, min(1.0, fraction)) * WIDTH)
-    return "█" * full + "░" * (WIDTH - full)
+def progress_line(label: str, fraction: float, columns: int) -> str:
+    """`label`, a bar and a percentage, short enough for a terminal of so many columns not to break the line: what has
+    been broken cannot be erased."""
+    width = min(WIDTH, columns - 1 - len(f"{label}   100%"))
+    middle = f" {bar(fraction, width)}" if width >= LEAST_WIDTH else ""
+    return f"{label}{middle} {fraction:4.0%}"[: columns - 1]
+
+
+def bar(fraction: float, width: int = WIDTH) -> str:
+    """`fraction` as a bar of so many characters."""
+    full = round(max(0.0, min(1.0, fraction)) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80

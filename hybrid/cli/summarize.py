@@ -57,7 +57,8 @@ WHAT IS READ
   bytes that cannot be read are replaced by U+FFFD and counted on stderr.
   Every token of a document is read: the report on stderr counts them, and a
   run that did not read all of them is an error. Empty summaries, and ones that
-  repeat themselves, are asked for once more and reported.
+  repeat themselves, are asked for once more and reported. One that reaches its
+  token limit ends with its last whole sentence and […], and that is said.
 
 \b
 INTERRUPTED RUNS

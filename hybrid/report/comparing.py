@@ -119,8 +119,8 @@ class CompareRow:
 
     @property
     def n_made(self) -> int:
-        """Tokens that the first sequence really made in each run; the fewest."""
-        return min((len(trial.tokens) for trial in self.trials), default=0)
+        """Tokens that the first sequence really made in each run after the warm-up; the fewest."""
+        return max(0, min((len(trial.tokens) - trial.condition.warmup for trial in self.trials), default=0))
 
     def most(self, figure: str) -> int | None:
         """The most that was seen of one of PeakMemory's figures."""
@@ -193,6 +193,8 @@ class CompareReport:
     limits: tuple[Limit, ...] = ()
     notes: tuple[str, ...] = ()
     verdict: tuple[str, ...] = field(default=())
+    saved: str | None = None
+    """The folder that has every run as a file."""
     interrupted: bool = False
     elapsed_s: float = 0.0
 
@@ -235,6 +237,7 @@ class CompareReport:
             "limits": [asdict(limit) for limit in self.limits],
             "verdict": list(self.verdict),
             "notes": list(self.notes),
+            "saved": self.saved,
             "interrupted": self.interrupted,
             "elapsed_s": self.elapsed_s,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,14 @@ def plot_comparison(report: CompareReport, path: Path) -> None:
     emulated = " (the GPU is emulated on the CPU)" if report.emulated else ""
     figure.suptitle(f"{Path(report.model).name}{emulated}")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small",
-                  title="bars: least to most of the runs; crosses: failed; hollow: needed, by the Ledger",
+                  title="bars: least to most of the runs; crosses: failed; hollow: what it would have needed",
                   title_fontsize="small")  # fmt: skip
     save_figure(figure, path)
 
 
 def _draw_speed(axes: Any, report: CompareReport, rows: Sequence[CompareRow]) -> None:
-    failed = 0
+    lost: Counter[int] = Counter()
+    first = min(row.setting.depth for row in report.rows)
     for number, mode in enumerate(report.modes):
         ours = [row for row in rows if row.mode == mode]
         timed = [(row, row.decode) for row in ours if row.decode is not None]
@@ -86,10 +88,12 @@ def _draw_speed(axes: Any, report: CompareReport, rows: Sequence[CompareRow]) ->
                     zorder=5,
                     transform=axes.get_xaxis_transform(),
                 )
-                axes.annotate(f"{mode}: {row.failure.kind}", (row.setting.depth, 0), xytext=(-8, 5 + 12 * failed),
+                depth = row.setting.depth
+                side, dx = ("left", 8) if depth == first else ("right", -8)  # where there is room in the axes
+                axes.annotate(f"{mode}: {row.failure.kind}", (depth, 0), xytext=(dx, 5 + 12 * lost[depth]),
                               xycoords=axes.get_xaxis_transform(),
-                              textcoords="offset points", ha="right", fontsize="small", color=f"C{number}")  # fmt: skip
-                failed += 1
+                              textcoords="offset points", ha=side, fontsize="small", color=f"C{number}")  # fmt: skip
+                lost[depth] += 1
 
 
 def _draw_vram(axes: Any, report: CompareReport, rows: Sequence[CompareRow]) -> None:

@@ -129,13 +129,25 @@ def test_ctrl_c_keeps_what_was_measured_and_every_trial_is_a_file(model: Path, f
     assert report.interrupted
     assert [len(row.trials) for row in report.rows[:4]] == [1, 1, 1, 0]
     assert report.to_dict()["interrupted"]
-    files = sorted((tmp_path / "new" / "trials").iterdir())
+    assert report.saved is not None
+    files = sorted(Path(report.saved).iterdir())
     assert [file.name for file in files] == [
         "001-device-d16-s1-f16-run1.json", "002-split-6-d16-s1-f16-run1.json", "003-stream-d16-s1-f16-run1.json",
     ]  # fmt: skip
     facts = json.loads(files[2].read_text())
     assert facts.pop("mode") == "stream"
     assert Trial.from_dict(facts).condition == fake.ran[2]
+
+
+def test_no_two_comparisons_share_a_folder_even_if_they_begin_in_the_same_second(
+    model: Path, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.time, "strftime", lambda _: "2026-01-02-030405")
+    for _ in range(2):
+        run(model, tmp_path, modes=("llama.cpp",), depths=(16,), repeats=1)
+    assert {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.json")} == {
+        "2026-01-02-030405/001-llama.cpp-d16-s1-f16-run1.json", "2026-01-02-030405-2/001-llama.cpp-d16-s1-f16-run1.json"
+    }  # fmt: skip
 
 
 def test_the_default_is_a_depth_that_everything_completes_and_one_where_the_device_ends(
@@ -265,7 +277,7 @@ def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, sp
     assert rows["device"]["decode_tok_per_s"] is None
     for mode in ("split:2", "stream", "llama.cpp"):
         assert rows[mode]["finished"], rows[mode]
-        assert rows[mode]["n_made"] == 4 + app.WARMUP
+        assert rows[mode]["n_made"] == 4, "the warm-up is not what was asked for"
         assert rows[mode]["output"] == "equal", "random float32 weights leave no near-ties"
     assert rows["stream"]["peak_device_bytes"] <= limit
     assert rows["stream"]["moved_bytes_per_step"] > 0
@@ -273,7 +285,8 @@ def test_the_command_shows_the_device_fail_and_the_others_finish(model: Path, sp
     assert rows["llama.cpp"]["moved_bytes_per_step"] is None
     assert facts["emulated"]
     assert any("device (out of memory" in line for line in facts["verdict"])
-    assert len(list((tmp_path / "trials").glob("*.json"))) == 4
+    assert len(list(Path(facts["saved"]).glob("*.json"))) == 4
+    assert facts["saved"] in done.stderr
     assert (tmp_path / "p.png").stat().st_size > 1000
 
 

@@ -9,7 +9,7 @@ import pytest
 from hybrid import Hybrid
 from hybrid.apps.summarize.checkpoint import Checkpoint
 from hybrid.apps.summarize.prompts import TEMPLATES, form_of, read_prompts, sentences
-from hybrid.apps.summarize.quality import cleaned, problem, without_loop
+from hybrid.apps.summarize.quality import cleaned, problem, whole_part, without_loop
 from hybrid.apps.summarize.sizes import sizes_of, words_of
 from hybrid.apps.summarize.tokens import Tokenizer
 from hybrid.apps.summarize.work import Answer, Job
@@ -70,6 +70,25 @@ def test_a_folder_without_prompts_is_refused(tmp_path: Path) -> None:
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("One is here. Two is th", "One is here."),
+        ('He said "No." And th', 'He said "No."'),
+        ("It rose by 3.5 per cent in all of the ye", "It rose by 3.5 per cent in all of the"),
+        ("Yes. A long sentence that takes most of it, and mo", "Yes. A long sentence that takes most of it, and"),
+        ("1. Read it well\n2. Wri", "1. Read it well"),
+        ("Points of it all:\n\n1. Read\n2. Write it dow", "Points of it all:\n\n1. Read"),
+        ("第一句话。第二句", "第一句话。"),
+        ("没有句号的一段文字", "没有句号的一段文字"),
+        ("All is well.", "All is well."),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_what_was_cut_off_ends_with_a_whole_sentence_or_word(text: str, whole: str) -> None:
+    assert whole_part(text) == whole
 
 
 @pytest.mark.parametrize(("length", "words"), [("short", 60), ("80 words", 80), ("1 word", 1), (" 7 ", 7), (300, 300)])

@@ -82,6 +82,21 @@ def test_map_reduce_reads_all_of_the_text_in_as_many_levels_as_needed() -> None:
     assert "\n\n".join(f"Summary of {job.id}." for job in first) == "".join(map(text_of, merged))
 
 
+def test_what_the_token_limit_cut_off_ends_with_a_whole_sentence_and_is_marked_at_the_end_alone() -> None:
+    class Cut(Fake):
+        def __call__(self, jobs: Sequence[Job]) -> Iterator[Answer]:
+            return (replace(answer, finish="length") for answer in super().__call__(jobs))
+
+    for strategy in ("single", "map-reduce", "refine"):
+        fake = Cut(lambda job: f"This is about {job.id} alone. It then goes on to sa")
+        s = setting(fake, n_ctx=2000 if strategy == "single" else 500)
+        out = run(strategy, s, tokenized(SENTENCE * 20, s.tokenizer))
+        assert out == f"This is about {fake.asked[-1].id} alone. […]"
+        assert s.report.truncated
+        assert any("[…]" in line for line in s.report.lines())
+        assert not any(words in text_of(job) for job in fake.asked for words in ("[…]", "goes on"))
+
+
 def test_answers_may_come_in_any_order_and_are_merged_in_the_texts_order() -> None:
     fake = Fake(lambda job: job.id)
     s = setting(fake)

@@ -24,8 +24,9 @@ from hybrid.schedule.placement import Placement
 class FakeStream:
     """Yields words until cancelled; `between` is called before each."""
 
-    def __init__(self, model: FakeModel, n_prompt: int, words: list[str]) -> None:
-        self._model, self._n_prompt, self._words = model, n_prompt, words
+    def __init__(self, model: FakeModel, n_prompt: int, words: list[str], limit: int | None) -> None:
+        self._model, self._n_prompt, self._words = model, n_prompt, words[:limit]
+        self._cut = len(self._words) < len(words)
         self._cancelled = False
         self.completion: Completion | None = None
 
@@ -42,7 +43,7 @@ class FakeStream:
             made.append(word)
             model.n_used += 1
             yield word
-        full = model.n_used >= model.n_ctx
+        full = self._cut or model.n_used >= model.n_ctx
         self.completion = Completion(
             "".join(made),
             tokens=list(range(len(made))),
@@ -96,7 +97,7 @@ class FakeModel:
         if len(tokens) > self.n_ctx:
             raise BadRequestError(f"The prompt has {len(tokens)} tokens, but the context holds {self.n_ctx}.")
         words = [" " + word for word in self.says(self._asked[-1]["content"]).split()]
-        return FakeStream(self, len(tokens), words[: options.get("max_tokens")])
+        return FakeStream(self, len(tokens), words, options.get("max_tokens"))
 
     def close(self) -> None:
         self.closed = True

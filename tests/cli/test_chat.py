@@ -133,7 +133,13 @@ def test_edit_changes_the_last_message_and_leaves_it_where_the_change_does_not_f
         monkeypatch.setattr(chat, "edit", lambda text, edited=edited: edited)
         chat.take("/edit")
         assert said(chat)[2:] == [("user", now), ("assistant", f" You said {now}")]
-    assert "40 tokens" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "40 tokens" in err
+    assert "> deux\n" in err, "what was sent is shown"
+    monkeypatch.setattr(chat, "edit", lambda text: "\n".join(map(str, range(20))))
+    chat.take("/edit")
+    assert "> 0\n  1\n" in (err := capsys.readouterr().err)
+    assert "  11 …\n" in err
 
 
 def test_a_document_is_read_with_the_next_message_and_can_be_taken_back(
@@ -194,10 +200,18 @@ def test_a_full_context_is_compacted_by_itself_where_that_was_asked_for(capsys: 
         chat.take(f"message {i}")
     err = capsys.readouterr().err
     assert "older turns are summarised" in err
+    assert err.count("this summary") == err.count("the gist\n\n") > 0, "a blank line before the answer"
     assert "does not fit" not in err
     assert sum(m.role == "assistant" for m in chat.talk.conversation.messages) == 12
     assert chat.talk.last is not None
     assert chat.talk.last.finish_reason == "stop"
+
+
+def test_a_summary_that_its_limit_cuts_off_ends_with_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    gist = "It was about boats of the north. Then it " + "went on " * 99
+    chat = talk(FakeModel(says=lambda text: gist if "Summarize" in text else "yes " * 30), "one", "two", "/compact")
+    assert chat.talk.conversation.live[0].content.endswith("of the north.)")
+    assert "of the north.\n" in capsys.readouterr().err
 
 
 def test_nothing_is_compacted_where_there_is_nothing_or_ctrl_c_says_so(capsys: pytest.CaptureFixture[str]) -> None:

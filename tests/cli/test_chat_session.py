@@ -187,7 +187,14 @@ def test_two_windows_have_conversations_of_their_own(tiny: Path, environment: di
         with Window(*options, "--resume", "1", env=environment) as third:
             assert third.end() == 2
             assert "open in another window" in third.text
+        with Window(*options, "--continue", env=environment) as third:
+            assert third.end() == 2
+            assert "hybrid: Every conversation is open in another window." in third.text
+        one.say("/clear")
         assert one.leave() == 0
+        with Window(*options, "--continue", env=environment) as third:
+            assert "“Hello other” is open in another window; the one before it is opened." in third.prompt()
+            assert third.leave() == 0
         assert other.leave() == 0
 
 
@@ -209,6 +216,16 @@ def test_a_disk_that_cannot_be_written_costs_the_conversation_and_not_the_chat(
     with Window(tiny, "-t", "1", "-s", "1", "-n", "2", env=env) as window:
         window.expect("This conversation is not saved")
         assert "context" in window.say("Hello")
+        assert window.leave() == 0
+
+
+def test_tables_fit_a_narrow_terminal(tiny: Path, environment: dict[str, str]) -> None:
+    with Window(tiny, "-t", "1", "-ngl", "2", "--device", "cpu", env=environment, columns=40, rows=40) as window:
+        window.prompt()
+        lines = window.say("/memory").splitlines()
+        sides = [line.split()[0] for line in lines if "predicted" in line and "measured" in line]
+        assert sides == ["device", "host"], lines
+        assert sum(line.startswith("  KV cache ") and line.count("MiB") == 2 for line in lines) == 2, lines
         assert window.leave() == 0
 
 

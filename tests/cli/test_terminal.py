@@ -19,6 +19,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from hybrid.cli.progress import progress_line
 from hybrid.cli.terminal import keyboard
 from hybrid.cli.terminal.lines import LineReader, _open_quotes
 from hybrid.cli.terminal.live import LiveLines, _where_goes_on
@@ -264,3 +265,13 @@ def test_while_nobody_reads_the_keyboard_is_silent_and_keeps_every_byte(monkeypa
             assert not termios.tcgetattr(theirs)[3] & termios.ECHO
         assert termios.tcgetattr(theirs) == before
     os.close(ours)
+
+
+@pytest.mark.parametrize("columns", [1, 12, 24, 40, 48, 80, 200])
+def test_the_progress_bar_takes_one_line_of_any_terminal(columns: int) -> None:
+    for share in (0.0, 0.5, 1.0):
+        line = progress_line("Reading the prompt", share, columns)
+        assert len(line) < columns
+        assert columns < 24 or line.endswith(f"{share:4.0%}")
+        assert ("█" in line or "░" in line) == (columns >= 40)
+    assert len(progress_line("Loading", 0.5, columns)) <= 40

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from hybrid.apps.compare_verdict import crossings, verdict
 from hybrid.cli.compare import failures, table
+from hybrid.report import plot_compare
 from hybrid.report.comparing import (
     CompareReport,
     CompareRequest,
@@ -149,7 +150,7 @@ def test_what_is_faster_than_half_of_the_device_is_recommended_for_more() -> Non
         row("stream", 1024, 0.015),
         limits=(Limit(kv_dtype="f16", n_sequences=1, n_ctx=512),),
     )
-    (line,) = said(found, "By the Ledger the device holds")
+    (line,) = said(found, "By calculation the device holds")
     assert line.endswith("for more, stream is the fastest way at 1,024.")
     not_run = replace(row("split:2", 1024, 0.01), trials=())
     cut = report(*found.rows, row("split:2", 64, 0.012), not_run, limits=found.limits, interrupted=True)
@@ -275,8 +276,9 @@ def test_the_number_of_sequences_may_decide() -> None:
 
 
 def test_fewer_tokens_than_asked_for_are_named() -> None:
-    found = report(row("stream", 64, 0.02, tokens=(1, 2)), row("llama.cpp", 64, 0.01))
-    assert "only 2 tokens" in printed(found)
+    found = report(row("stream", 64, 0.02, tokens=(1, 2, 3, 4, 5, 6)), row("llama.cpp", 64, 0.01))
+    assert "only 2 tokens" in printed(found), "four of them were the warm-up"
+    assert " 6 tokens, 3 runs" in printed(found)
 
 
 def test_what_was_interrupted_shows_what_there_is() -> None:
@@ -345,3 +347,18 @@ def test_a_picture_is_drawn_of_failures_and_several_kinds(tmp_path: Path) -> Non
     plot_comparison(report(replace(row("stream", 64, 0.02), trials=())), tmp_path / "none.png")
     assert (tmp_path / "none.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} == {"all.svg", "none.png"}
+
+
+def test_what_failed_is_named_inside_the_axes_at_every_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plot_compare, "save_figure", lambda figure, path: figures.append(figure))
+    found = report(*(row(mode, depth, OOM) for depth in (64, 512, 2048) for mode in ("device", "stream")))
+    plot_comparison(found, tmp_path / "none.png")
+    figures[0].canvas.draw()
+    axes, places = figures[0].axes[0], set()
+    for label in axes.texts:
+        box = label.get_window_extent()
+        assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1, label
+        places.add((round(box.x0), round(box.y0)))
+    assert len(places) == 6, "none lies on another"
+    plot_compare.pyplot().close(figures[0])

@@ -25,6 +25,8 @@ LISTED = 20
 """Conversations that `/list` shows."""
 LISTED_LENGTH = 54
 """Characters of each, such that its line fits 80 columns."""
+SHOWN_LINES, SHOWN_LENGTH = 12, 2000
+"""Of an edited message, what is shown."""
 MOST_DOCUMENT_BYTES = 256 << 20
 
 
@@ -143,7 +145,7 @@ class Commands:
         text = (self.desk.edit(before) or "").strip()
         if not text or text == before.strip():
             return Outcome("Nothing was changed.")
-        return Outcome(asking=self.talk.edit(text))
+        return Outcome(_as_sent(text), asking=self.talk.edit(text))
 
     def _undo(self, _: str) -> Outcome:
         message = self.talk.undo()
@@ -265,6 +267,12 @@ class Commands:
 
     def _exit(self, _: str) -> Outcome:
         return Outcome(leave=True)
+
+
+def _as_sent(text: str) -> str:
+    """A message as the prompt shows it; of a long one the beginning."""
+    shown = "\n".join(text[:SHOWN_LENGTH].split("\n")[:SHOWN_LINES])
+    return "> " + (shown if shown == text else f"{shown} …").replace("\n", "\n  ")
 
 
 def _path(argument: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybrid.runtime.completion import Completion
@@ -10,7 +11,7 @@ from hybrid.schedule.ledger import ledger_of
 if TYPE_CHECKING:
     from hybrid import Hybrid
 
-BAR_WIDTH = 60
+BAR_WIDTH = 36
 SEPARATOR = " · "
 LEAST_FIRST = ("RAM", "VRAM", "layers", "first", "prompt", "tokens", "speed")
 """Of the line about an answer, what a narrow terminal has no room for: first what stays the same from answer to answer.
@@ -70,36 +71,27 @@ def stats(model: Hybrid, last: Completion | None) -> str:
 
 
 def memory(model: Hybrid) -> str:
-    """The Ledger's bytes beside the measured ones, on both sides."""
+    """The Ledger's bytes beside the measured ones, a block for each side: it fits a narrow terminal."""
     import psutil
 
     engine, where = model.engine, model.placement
     ledger = ledger_of(engine.spec, where)
-    rows = [("", "device", "measured", "host", "measured")]
     head, tail = engine.head, engine.tail.memory if engine.tail is not None else None
     own = ledger.device.static.n_bytes, ledger.host.static.n_bytes
     kv = sum(ledger.device.dynamic.kv), sum(ledger.host.dynamic.kv)
     tail_kv = (tail.kv_bytes if tail else 0) + (head.cache.host_nbytes if head else 0)
     weights = head.weight_bytes if head else None, tail.model_bytes if tail else None
-    rows.append(_row("weights", own[0], weights[0], own[1], weights[1]))
-    rows.append(_row("KV cache", kv[0], head.cache.nbytes if head else None, kv[1], tail_kv))
     rest = ledger.device.n_bytes - own[0] - kv[0], ledger.host.n_bytes - own[1] - kv[1]
-    rows.append(_row("the rest", rest[0], None, rest[1], None))
     used = psutil.Process().memory_info().rss
-    rows.append(_row("together", ledger.vram_bytes, head.nbytes if head else None, ledger.ram_bytes, used))
-    notes = ["Predicted by the ledger, measured where a part is counted; the host's sum is the process's resident set."]
+    device = (weights[0], head.cache.nbytes, None, head.nbytes) if head else (None,) * 4
+    lines = _block("device", (own[0], kv[0], rest[0], ledger.vram_bytes), device) if where.n_offloaded else []
+    lines += _block("host", (own[1], kv[1], rest[1], ledger.ram_bytes), (weights[1], tail_kv, None, used))
+    notes = ["Measured is what can be counted by itself; the host's sum is the process's resident set."]
     if ledger.emulated:
         notes.append("The device is emulated: its bytes are in the host's sum, too.")
     if ledger.mapped_bytes:
         notes.append(f"{_mib(ledger.mapped_bytes)} of the host's are the mapped file, resident where it was read.")
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    table = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join([*table, *notes])
+    return "\n".join([*lines, *notes])
 
 
 def split(model: Hybrid) -> str:
@@ -126,9 +118,13 @@ def _layers(first: int, end: int) -> str:
     return f"layer {first}:" if end - first == 1 else f"layers {first} to {end - 1}:"
 
 
-def _row(name: str, *amounts: int | None) -> tuple[str, str, str, str, str]:
-    device, device_now, host, host_now = ("-" if n is None else _mib(n) for n in amounts)
-    return name, device, device_now, host, host_now
+def _block(side: str, predicted: Sequence[int | None], measured: Sequence[int | None]) -> list[str]:
+    """A table of one side's memory: weights, KV cache, the rest and the sum."""
+    lines = [f"{side:10}  {'predicted':>11}  {'measured':>11}"]
+    for name, *amounts in zip(("weights", "KV cache", "the rest", "together"), predicted, measured, strict=True):
+        cells = ("-" if n is None else _mib(n) for n in amounts)
+        lines.append(f"  {name:8}" + "".join(f"  {cell:>11}" for cell in cells))
+    return lines
 
 
 def _count(n: int, what: str) -> str:

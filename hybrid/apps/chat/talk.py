@@ -11,6 +11,7 @@ from hybrid.apps.chat.conversation import Conversation, Message, live
 from hybrid.apps.chat.reasoning import OPEN, Piece, Reasoning
 from hybrid.apps.chat.states import StateFolder
 from hybrid.apps.chat.store import Store
+from hybrid.apps.summarize.quality import whole_part
 from hybrid.errors import BadRequestError, HybridError
 from hybrid.prefix import common_prefix
 
@@ -264,6 +265,7 @@ class Talk:
                 yield from self._compact(asking)
             except BadRequestError:
                 break
+            yield Piece("note", "")  # a blank line: what follows is no part of the summary
             if asking.cancelled:
                 return
         self._check_room(message, n_prompt, n_tokens)
@@ -293,6 +295,8 @@ class Talk:
         if asking.cancelled:
             yield Piece("note", "Stopped; nothing was compacted.")
             return
+        if asking.completion is not None and asking.completion.finish_reason == "length":
+            summary = whole_part(summary)
         if not summary:
             raise BadRequestError("The model wrote no summary; nothing was compacted.")
         shorter = compacted(conversation, cut, summary, self.count(Message("user", summary)))

@@ -12,6 +12,10 @@ MIN_LOOP_CHARS = 120
 MIN_ROUNDS = 3
 CLOSERS = ".!?…。！？\"'”’)"
 NGRAM, MIN_UNITS, MIN_DISTINCT = 6, 60, 0.5
+ENDS = re.compile(r"(?<!\s\d)(?<!\s\d\d)[.!?…][\"'”’)\]*_]*(?=\s|\Z)|[。！？][”’」』）]*|\n")
+"""Where a sentence or a line ends; not after the number of a list's item."""
+CUT_OFF = " […]"
+"""At the end of a text that its token limit cut off."""
 THINKING = re.compile(r"\A\s*<think(?:ing)?>.*?(?:</think(?:ing)?>|\Z)", re.S)
 
 
@@ -56,6 +60,15 @@ def without_loop(text: str) -> str:
     end = start + period
     while end < len(text) and text[end] in CLOSERS:
         end += 1
+    return text[:end].rstrip()
+
+
+def whole_part(text: str) -> str:
+    """`text`, which was cut off anywhere, up to its last whole sentence; where that would cost more than half of it, up
+    to its last whole word."""
+    end = max((match.end() for match in ENDS.finditer(text)), default=0)
+    if end < len(text) / 2:
+        end = max((match.start() for match in re.finditer(r"\s", text)), default=len(text))
     return text[:end].rstrip()
 
 

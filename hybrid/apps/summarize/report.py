@@ -70,7 +70,7 @@ class Report:
     flagged: list[dict[str, Any]] = field(default_factory=list)
     """Answers that were empty or looping: the job, the problem, and whether the retry mended it."""
     truncated: bool = False
-    """Whether the final text ended at its token limit."""
+    """Whether the final text was cut off at its token limit; it then ends with its last whole sentence and "[…]"."""
     complete: bool = True
     """False where the summaries did not get shorter any more, and the text is several of them."""
     wall_s: float = 0.0
@@ -133,7 +133,7 @@ class Report:
             end = "the second try was fine" if flag["mended"] else "so was the second try; look at the result with care"
             out.append(f"  {flag['job']}: the first answer was {flag['problem']}; {end}")
         if self.truncated:
-            out.append("  the summary reached its token limit and may end abruptly; ask for a longer one with --length")
+            out.append("  the summary was cut off at its token limit and ends with […]; --length asks for a longer one")
         return out + [f"  {note}" for note in self.notes]
 
 

@@ -9,6 +9,7 @@ from hybrid.apps.summarize.checkpoint import Checkpoint
 from hybrid.apps.summarize.chunking import Chunk, Piece, chunked, tokenized
 from hybrid.apps.summarize.progress import DECODE_COST, Meter
 from hybrid.apps.summarize.prompts import Form
+from hybrid.apps.summarize.quality import CUT_OFF
 from hybrid.apps.summarize.report import Phase, Report
 from hybrid.apps.summarize.sizes import Sizes
 from hybrid.apps.summarize.tokens import Tokenizer
@@ -139,7 +140,7 @@ def _refine(s: Setting, pieces: Sequence[Piece]) -> str:
                 )
             job = _job(s, "refine", f"refine/{i + 1}", chunk, room, "refine", summary)
         (answer,) = _ask(s, [job], reads=True, later=later)
-        text = answer.text or text
+        text = answer.whole or text
     assert answer is not None
     return _final(s, answer, text)
 
@@ -200,13 +201,13 @@ def _ask(s: Setting, jobs: Sequence[Job], *, reads: bool = False, later: float =
 
 def _joined(answers: Sequence[Answer]) -> str:
     """The summaries, one after the other. Raises EngineError where there is nothing in any of them."""
-    texts = [answer.text for answer in answers if answer.text]
+    texts = [answer.whole for answer in answers if answer.text]
     if not texts:
         raise EngineError("The model answered nothing to any part of the text; try another model or other --prompts.")
     return "\n\n".join(texts)
 
 
 def _final(s: Setting, answer: Answer, text: str | None = None) -> str:
-    s.report.truncated = answer.finish == "length"
+    s.report.truncated = answer.cut_off
     s.report.n_levels = len(s.report.levels)
-    return answer.text if text is None else text
+    return (answer.whole if text is None else text) + CUT_OFF * answer.cut_off

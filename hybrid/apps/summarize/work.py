@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hybrid.apps.summarize.quality import Problem, cleaned, loop_of, problem, without_loop
+from hybrid.apps.summarize.quality import Problem, cleaned, loop_of, problem, whole_part, without_loop
 from hybrid.runtime.batch import Task
 from hybrid.runtime.options import options_of
 
@@ -68,6 +68,16 @@ class Answer:
     n_drafted: int = 0
     n_accepted: int = 0
     """Tokens guessed from what the text repeats, and those of them that the model would have said anyway."""
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether it ended at its token limit."""
+        return self.finish == "length"
+
+    @property
+    def whole(self) -> str:
+        """The text; of one that was cut off, its whole sentences."""
+        return whole_part(self.text) if self.cut_off else self.text
 
 
 Runner = Callable[[Sequence[Job]], Iterator[Answer]]
