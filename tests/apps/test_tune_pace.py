@@ -105,9 +105,10 @@ def test_without_a_calibration_one_measurement_sets_the_scale(tuned: Callable[..
     report = tuned(SlowMachine(12))
     (alone,) = (row for row in report.rows if row.placement.n_gpu_layers == 0)
     assert alone.measured is not None
-    assert alone.predicted_s == pytest.approx(alone.measured.median)
-    others = [row for row in report.rows if row.placement.n_gpu_layers]
-    assert all(0.1 < row.predicted_s / alone.predicted_s < 10 for row in others)
+    others = [row.predicted_s for row in report.rows if row.placement.n_gpu_layers]
+    assert all(predicted and 0.1 < predicted / alone.measured.median < 10 for predicted in others)
+    assert alone.predicted_s is not None
+    assert alone.predicted_s < 0.1 * alone.measured.median, "what was predicted before is what is shown"
 
 
 def test_what_there_was_no_time_for_is_said_and_is_no_failure(tuned: Callable[..., TuneReport]) -> None:
