@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.measuring import measuring
@@ -21,12 +23,14 @@ from hybrid.cli.options import (
     vram_reserve_option,
 )
 from hybrid.cli.units import Bytes, Seconds
-from hybrid.errors import EngineError
+from hybrid.errors import BadRequestError, EngineError
 from hybrid.schedule.placement import ENGINES
 
 if TYPE_CHECKING:
     from hybrid.report.tuning import TuneReport
 
+IN_CHAT = ("depth", "objective", "vram_bytes", "vram_reserve", "budget_s", "threads", "n_batch", "engine", "exhaustive")
+"""Options that the chat's `/tune` has too: the others are the conversation's, or say how to print."""
 OBJECTIVES = ("latency", "ttft", "throughput")
 
 
@@ -107,6 +111,20 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
         sys.exit(INTERRUPTED)
     if report.trouble:
         raise EngineError(report.trouble)
+
+
+def chat_options(text: str) -> dict[str, Any]:
+    """What the words after the chat's `/tune` ask for, by TuneRequest's names; only what they name. Raises
+    BadRequestError with a sentence for what is no option."""
+    parser = click.Command("/tune", params=[p for p in command.params if p.name in IN_CHAT], add_help_option=False)
+    try:
+        asked = parser.make_context("/tune", shlex.split(text))
+    except (click.UsageError, ValueError) as e:
+        why = e.format_message() if isinstance(e, click.UsageError) else str(e)
+        names = " ".join(p.opts[0] for p in parser.params)
+        raise BadRequestError(f"{why.rstrip('.')}; /tune has {names}.") from e
+    given = (name for name in asked.params if asked.get_parameter_source(name) is ParameterSource.COMMANDLINE)
+    return {name: asked.params[name] for name in given}
 
 
 def _print(report: TuneReport) -> None:

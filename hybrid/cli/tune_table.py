@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import TYPE_CHECKING
 
 from hybrid.cli.tables import figures
@@ -32,6 +33,15 @@ def print_tuning(report: TuneReport, console: Console) -> None:
     console.print(table)
     console.print()
     _conclude(report, console)
+
+
+def tuning_text(report: TuneReport, width: int | None) -> str:
+    """The same as text of lines shorter than `width` characters; None: as wide as it gets."""
+    from rich.console import Console
+
+    lines = io.StringIO()
+    print_tuning(report, Console(file=lines, width=(width or 101) - 1, highlight=False, soft_wrap=True))
+    return "\n".join(line.rstrip() for line in lines.getvalue().splitlines())
 
 
 def _conclude(report: TuneReport, console: Console) -> None:

@@ -134,9 +134,29 @@ def test_what_was_under_way_when_the_time_was_up_is_said_and_is_no_failure(tuned
 
 
 def test_a_machine_too_slow_for_the_budget_gives_one_figure_all_the_same(tuned: Callable[..., TuneReport]) -> None:
-    machine = SlowMachine(1.0)
+    machine = SlowMachine(6.0)
     report = tuned(machine, budget_s=0.01)
     assert measured(report) == {0}
+    assert any(note.startswith("It took 6 s instead of 0.01 s") for note in report.notes)
+    assert not any("instead of" in note for note in tuned(SlowMachine(6.0)).notes)
+
+
+def test_nothing_runs_over_the_budget_where_something_was_measured_earlier(tuned: Callable[..., TuneReport]) -> None:
+    machine = SlowMachine(1.0)
+    tuned(machine, budget_s=0.01)
+    machine.now = 0.0
+    report = tuned(machine, budget_s=0.01)
+    assert (len(report.trials), machine.now) == (0, 0.0)
+    assert measured(report) == {0}
+    assert any("The time is up" in note for note in report.notes)
+
+
+def test_what_hangs_ends_with_one_sentence_soon_after_the_budget(tuned: Callable[..., TuneReport]) -> None:
+    machine = SlowMachine(1.0, lasts=lambda p: 1e6)
+    report = tuned(machine, budget_s=1.0)
+    assert report.best is None
+    assert report.trouble.startswith("Nothing was measured; the first failure: ")
+    assert 1.0 < machine.now < 30.0
 
 
 def test_a_placement_that_hangs_does_not_cost_the_others_their_time(tuned: Callable[..., TuneReport]) -> None:
