@@ -204,13 +204,18 @@ def _tried(model: CostModel, base: Placement, budget: Budget, request: PlanReque
 
 
 def _shorter(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> int:
-    """The longest context (to 3 %) that fits and is quick enough; 0 if none is."""
+    """The longest context (to 3 %) that fits, is quick enough and not beyond what the model was trained for; 0 if none
+    is."""
 
     def good(n_ctx: int) -> bool:
         winner = best(candidates(model, replace(base, n_ctx=n_ctx), budget, n_batch=request.n_batch))
         return winner is not None and (request.tpot_s is None or winner.tpot_s[n_ctx] <= request.tpot_s)
 
     low, high = 0, request.n_ctx
+    if 0 < model.spec.n_ctx_train < request.n_ctx:
+        high = model.spec.n_ctx_train
+        if good(high):
+            return high
     for _ in range(5):
         middle = (low + high) // 2 if low else max(1, high // 4)
         low, high = (middle, high) if good(middle) else (low, middle)

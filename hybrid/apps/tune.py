@@ -47,7 +47,8 @@ CALIBRATION_PATIENCE = 3
 """A calibration that takes so many times longer than expected is given up."""
 ROUNDS = 2
 """Of an exhaustive sweep, there and back, so that what drifts does not favour one end."""
-
+MENTIONED_S = 1.0
+"""Seconds over the budget from which on they are mentioned."""
 
 MEMORY = {"out of memory": "vram", "out of RAM": "ram", "killed": "ram"}
 """Which memory was too small, by how a run failed; the system kills for RAM."""
@@ -120,6 +121,7 @@ class _Session:
             self.interrupted = True
         if self.trials:
             self.notes += others.note()
+        self.notes += self._overrun()
         return self._report(reused)
 
     # -- before ------------------------------------------------------------------------------------------------------
@@ -146,7 +148,8 @@ class _Session:
         while (option := self._next(self._estimate())) is not None:
             p, first = self.placements[option], not self._seen(self._heads())
             left = self.request.budget_s - self._spent()
-            if self.trials and not self.pace.affordable(p, left, untried=first and p.n_offloaded > 0):
+            begun = bool(self.trials) or self._seen(range(len(self.placements)))
+            if begun and not self.pace.affordable(p, left, untried=first and p.n_offloaded > 0):
                 self.notes.append(self._time_is_up(p, first))
                 return
             self._measure(option)
@@ -176,6 +179,16 @@ class _Session:
         wanted = {self._key(self.placements[i]) for i in options}
         timed = (r for r in self.records if measured_s(r, self.request.objective) is not None)
         return any(self._key(record.placement) in wanted for record in timed)
+
+    def _overrun(self) -> list[str]:
+        """A line where the budget was not kept."""
+        spent, budget = self._spent(), self.request.budget_s
+        if self.request.exhaustive or not self.trials or spent < budget + MENTIONED_S:
+            return []
+        return [
+            f"It took {spent:.0f} s instead of {budget:.3g} s: the first measurement may run on, for without one there "
+            "would be nothing to tell."
+        ]
 
     def _time_is_up(self, p: Placement, first: bool) -> str:
         need = f"another {self.pace.cost_s(p):.0f} s would be needed for"
@@ -239,7 +252,9 @@ class _Session:
         p = self.placements[option]
         self._say(f"Measuring -ngl {p.n_offloaded}" + (f" ({p.strategy})" if p.strategy != "device" else ""), left_s)
         left = None if self.request.exhaustive else self.request.budget_s - self._spent()
-        limit = self.pace.limit_s(p, left, first=not self.trials)
+        first = not self.trials and not self._seen(range(len(self.placements)))
+        limit = self.pace.limit_s(p, left, first=first)
+        predicted_s = None if self._seen([option]) else math.exp(self._estimate().belief.mean[option])
         trial = run_trial(self.condition(p), timeout_s=limit)
         self.trials.append(trial)
         if trial.failure is None:
@@ -247,7 +262,7 @@ class _Session:
         elif trial.failure.kind == "too slow" and limit == left:
             self.notes.append(f"The time was up before -ngl {p.n_offloaded} was measured, after {limit:.0f} s of it.")
             return  # which says nothing about the placement
-        record = record_of(trial)
+        record = replace(record_of(trial), predicted_s=predicted_s)
         self.records.append(record)
         self.store.add(record)
 
@@ -371,7 +386,7 @@ class _Session:
             placement=p,
             vram_bytes=self._needs(p)["vram"],
             ram_bytes=ledger_of(self.spec, p).ram_bytes,
-            predicted_s=estimate.options[i].predicted_s,
+            predicted_s=_predicted_s(estimate, i, timed),
             measured=None if failures else Spread.of(samples),
             n_runs=len(timed),
             device_bytes=max((r.device_bytes for r in timed if r.device_bytes), default=None),
@@ -379,6 +394,14 @@ class _Session:
             verdict=verdict,
             message=message,
         )
+
+
+def _predicted_s(estimate: Estimate, i: int, timed: Sequence[Record]) -> float | None:
+    """What was predicted before the first of the measurements `timed`: later predictions know the answer. None where
+    nobody predicted, before a chat."""
+    if not timed:
+        return math.exp(estimate.belief.mean[i])
+    return next((record.predicted_s for record in timed if record.predicted_s is not None), None)
 
 
 def _verdict(estimate: Estimate, i: int, best: int) -> str:

@@ -14,7 +14,7 @@ from hybrid.schedule.candidates import smallest_vram, tunable
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import default_device, with_batch, with_threads
+from hybrid.schedule.scheduler import MAX_N_THREADS, default_device, with_batch, with_threads
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 REPEATS = 3
@@ -99,6 +99,6 @@ def _threads(asked: int | str | None) -> Sequence[int]:
         return [cores]
     if asked == "auto":
         return sorted({cores, max(1, cores - 1), max(1, cores // 2)}, reverse=True)
-    if not isinstance(asked, int) or asked < 1:
-        raise BadRequestError(f"threads must be a number of 1 or more, or 'auto', not {asked!r}.")
+    if not isinstance(asked, int) or not 0 < asked <= MAX_N_THREADS:
+        raise BadRequestError(f"threads must be a number between 1 and {MAX_N_THREADS}, or 'auto', not {asked!r}.")
     return [asked]

@@ -10,8 +10,9 @@ from hybrid.schedule.placement import Placement
 START_S, START_ALONE_S = 3.0, 1.0
 """A process's start and its loading, with PyTorch and without, before one was seen."""
 LEAST_S = 1.0
-SLOWEST = 20
-"""A measurement that takes so many times longer than those before it let expect is ended."""
+SLOWEST, FIRST_SLOWEST = 20, 10
+"""A measurement that takes so many times longer than those before it let expect is ended; the very first, of which only
+assumptions say how long it takes, may do so beyond the budget, but not as long."""
 HOPE = 0.5
 """The first of its kind is begun where this share is left of the time it is expected to take, which is rough."""
 
@@ -47,10 +48,10 @@ class Pace:
     def limit_s(self, p: Placement, left_s: float | None, *, first: bool) -> float:
         """The longest that measuring `p` may take: no longer than the time that is left (None: as long as it takes);
         but the very first may take what it needs within reason, for one figure is more than none."""
-        most = SLOWEST * self.cost_s(p)
+        cost = self.cost_s(p)
         if left_s is None:
-            return max(most, self.budget_s)
-        return max(left_s, most) if first else max(0.0, min(left_s, most))
+            return max(SLOWEST * cost, self.budget_s)
+        return max(left_s, FIRST_SLOWEST * cost) if first else max(0.0, min(left_s, SLOWEST * cost))
 
     def affordable(self, p: Placement, left_s: float, *, untried: bool) -> bool:
         """Whether to begin measuring `p`; `untried`: nothing like it was measured, so it is worth a try."""

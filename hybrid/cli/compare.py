@@ -14,6 +14,7 @@ from hybrid.cli.measuring import measuring
 from hybrid.cli.options import json_option, model_argument, vram_reserve_option
 from hybrid.cli.session import read_prompt
 from hybrid.cli.units import Bytes
+from hybrid.errors import EngineError
 from hybrid.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
 
@@ -83,7 +84,8 @@ def command(
     """Compare ways of running MODEL on this machine: the layers split, the KV cache elsewhere, llama.cpp alone.
 
     Every condition is run in processes of its own, with the same file, tokens, limits and greedy sampling, in an order
-    that goes there and back. What fails is shown as a failure and has no speed. Ctrl-C prints what was measured.
+    that goes there and back. What fails is shown as a failure and has no speed. Ctrl-C prints what was measured. Where
+    everything failed it ends with exit code 2.
     """
     from hybrid.apps.compare import compare
     from hybrid.model.catalog import resolve_model
@@ -117,6 +119,8 @@ def command(
         plot_comparison(report, plot)
     if report.interrupted:
         sys.exit(INTERRUPTED)
+    if report.trouble:
+        raise EngineError(report.trouble)
 
 
 # -- for people --------------------------------------------------------------------------------------------------------

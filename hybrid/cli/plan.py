@@ -17,7 +17,7 @@ from hybrid.cli.options import (
     vram_reserve_option,
 )
 from hybrid.cli.units import Bytes, Seconds, size
-from hybrid.errors import BadRequestError
+from hybrid.errors import BadRequestError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from hybrid.apps.plan import PlanReport
@@ -50,13 +50,16 @@ def command(model: str | None, shape: str | None, machine: str | None, as_json: 
     """Show which placements of MODEL fit, and predict time to first token and speed for each.
 
     Nothing is loaded; the answer takes a fraction of a second. Predictions rest on this machine's measured bandwidths
-    (`hybrid machine`) or on an assumed machine's, and say how far they may be off.
+    (`hybrid machine`) or on an assumed machine's, and say how far they may be off. Where nothing fits it ends with exit
+    code 2.
     """
     report, title = _report(model, shape, machine, options)
     if as_json:
         click.echo(json.dumps({"model": title, **report.to_dict()}, ensure_ascii=False))
     else:
         _print(report, title)
+    if report.best is None:
+        raise OutOfMemoryError(f"Nothing fits ({report.candidates[0].reason}).")
 
 
 def _report(model: str | None, shape: str | None, machine: str | None, options: Any) -> tuple[PlanReport, str]:
@@ -107,7 +110,8 @@ def _machine(name: str | None) -> Machine:
 
 def _print(report: PlanReport, title: str) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from hybrid.cli.tables import figures
 
     console = Console(highlight=False, soft_wrap=True)
     request, machine = report.request, report.machine
@@ -119,12 +123,9 @@ def _print(report: PlanReport, title: str) -> None:
     for note in report.notes:
         console.print(note, markup=False)
     half = request.n_ctx // 2
-    table = Table(box=None, pad_edge=False, header_style="bold")
     columns = ["-ngl", "--kv", "VRAM", "RAM", f"TTFT {_tokens(half)}", "t/s empty", "half", "full"]
     columns += ["longest"] if request.tpot_s is not None else []
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table = figures(*columns)
     for candidate in _chosen(report):
         table.add_row(*_row(candidate, report))
     console.print()
@@ -172,15 +173,18 @@ def _mark(candidate: Candidate, report: PlanReport) -> str:
     if candidate is report.best:
         return "best"
     if not candidate.fits:
-        return candidate.reason.partition(":")[0]
+        return f"{candidate.lacks} short"
     if not candidate.available:
         return "not in this version"
     return "emulated" if candidate.ledger.emulated else ""
 
 
 def _tokens(n: int) -> str:
-    return f"{n / 1024:.0f}k" if n >= 10240 else str(n)
+    return f"{n / 2**20:.0f}M" if n >= 10 << 20 else f"{n / 2**10:.0f}k" if n >= 10 << 10 else str(n)
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+    for unit, n, most in (("s", 1, 100), ("min", 60, 100), ("h", 3600, 100)):
+        if seconds < n * most:
+            return f"{seconds / n:.{n == 1:d}f} {unit}"
+    return f"{seconds / 86400:.0f} d"

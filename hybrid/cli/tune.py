@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from hybrid.cli import INTERRUPTED
 from hybrid.cli.measuring import measuring
@@ -20,13 +22,16 @@ from hybrid.cli.options import (
     model_argument,
     vram_reserve_option,
 )
-from hybrid.cli.units import Bytes, Seconds, size
+from hybrid.cli.units import Bytes, Seconds
+from hybrid.errors import BadRequestError, EngineError
 from hybrid.schedule.placement import ENGINES
 
 if TYPE_CHECKING:
-    from hybrid.report.tuning import Row, TuneReport
+    from hybrid.report.tuning import TuneReport
 
-OBJECTIVES = {"latency": "tok/s", "ttft": "TTFT", "throughput": "tok/s"}
+IN_CHAT = ("depth", "objective", "vram_bytes", "vram_reserve", "budget_s", "threads", "n_batch", "engine", "exhaustive")
+"""Options that the chat's `/tune` has too: the others are the conversation's, or say how to print."""
+OBJECTIVES = ("latency", "ttft", "throughput")
 
 
 def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
@@ -44,14 +49,14 @@ def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> i
               help="Tokens in the context while speed is measured.  [default: half the context]")  # fmt: skip
 @click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
               help="Sequences decoded together.")  # fmt: skip
-@click.option("--objective", type=click.Choice(list(OBJECTIVES)), default="latency", show_default=True,
+@click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", show_default=True,
               help="What to be quick at: tokens one by one, the first token of a prompt of D tokens, or the tokens of "
                    "all sequences together.")  # fmt: skip
 @click.option("--vram-budget", "vram_bytes", type=Bytes(), metavar="BYTES",
               help="VRAM that may be used.  [default: what is free, less the reserve]")  # fmt: skip
 @vram_reserve_option
 @click.option("--budget", "budget_s", type=Seconds(), default="120s", show_default=True, metavar="SECONDS",
-              help="The longest it may take.")  # fmt: skip
+              help="The longest it may take; the very first measurement may need more.")  # fmt: skip
 @click.option("--threads", "-t", "threads", metavar="N|auto", callback=_threads,
               help="CPU threads; auto tries a few numbers.  [default: all cores]")  # fmt: skip
 @batch_size_option
@@ -67,7 +72,8 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
     """Measure which split of MODEL is quickest on this machine, and remember it.
 
     What cannot fit is left out; of the rest the few that matter are run, each in a process of its own. `-ngl auto` then
-    goes by what was measured. Ctrl-C keeps what is there; another tune goes on from it.
+    goes by what was measured. Ctrl-C keeps what is there; another tune goes on from it. Where nothing could be measured
+    it ends with exit code 2.
     """
     from hybrid.apps.tune import TuneRequest, tune
     from hybrid.model.catalog import DEFAULT_MODEL, resolve_model
@@ -103,97 +109,30 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
         _print(report)
     if report.interrupted:
         sys.exit(INTERRUPTED)
+    if report.trouble:
+        raise EngineError(report.trouble)
 
 
-# -- for people --------------------------------------------------------------------------------------------------------
+def chat_options(text: str) -> dict[str, Any]:
+    """What the words after the chat's `/tune` ask for, by TuneRequest's names; only what they name. Raises
+    BadRequestError with a sentence for what is no option."""
+    parser = click.Command("/tune", params=[p for p in command.params if p.name in IN_CHAT], add_help_option=False)
+    try:
+        asked = parser.make_context("/tune", shlex.split(text))
+    except (click.UsageError, ValueError) as e:
+        why = e.format_message() if isinstance(e, click.UsageError) else str(e)
+        names = " ".join(p.opts[0] for p in parser.params)
+        raise BadRequestError(f"{why.rstrip('.')}; /tune has {names}.") from e
+    given = (name for name in asked.params if asked.get_parameter_source(name) is ParameterSource.COMMANDLINE)
+    return {name: asked.params[name] for name in given}
 
 
 def _print(report: TuneReport) -> None:
     from rich.console import Console
-    from rich.table import Table
+
+    from hybrid.cli.tune_table import print_tuning
 
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = max(console.width, 100)  # a file has room
-    request = report.request
-    many = f", {request.n_sequences} sequences" if request.n_sequences > 1 else ""
-    ttft = request.objective == "ttft"
-    what = f"the first token of {report.depth} tokens" if ttft else f"a token at {report.depth} tokens"
-    console.print(f"{report.model}: {request.n_ctx} tokens{many}, {what}", markup=False)
-    budget = "" if report.budget.vram_bytes is None else f"{size(report.budget.vram_bytes)} of VRAM and "
-    console.print(f"{budget}{size(report.budget.ram_bytes)} of RAM may be used", markup=False)
-    for note in report.notes:
-        console.print(note, markup=False)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    unit = "s" if ttft else "tok/s"
-    for name in ("-ngl", "--kv", "-t", "VRAM", "RAM", "predicted", f"measured {unit}", "runs"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    for row in _shown(report):
-        table.add_row(*_cells(row, report))
-    console.print()
-    console.print(table)
-    console.print()
-    _conclude(report, console)
-
-
-def _conclude(report: TuneReport, console: Any) -> None:
-    left_out = sum(row.measured is None and row.verdict == "not measured" for row in report.rows)
-    earlier = f" and {report.reused} earlier" if report.reused else ""
-    runs = f"{len(report.trials)} measurement{'s' * (len(report.trials) != 1)}"
-    console.print(
-        f"{runs}{earlier} in {report.elapsed_s:.0f} s; {left_out} of {len(report.rows)} "
-        f"placements that fit were not measured; one measurement is within {100 * report.noise:.0f} %.",
-        markup=False,
-    )
-    for message in dict.fromkeys(row.message for row in report.rows if row.message):
-        where = ", ".join(_name(row) for row in report.rows if row.message == message)
-        console.print(f"Failed at {where}: {message}", markup=False)
-    ties = [row for row in report.rows if row.verdict == "tie"]
-    if report.best is not None and ties:
-        others = ", ".join(_name(row) for row in ties)
-        console.print(f"Not told apart from the best: {others}.", markup=False)
-    if report.command:
-        emulated = " (emulated)" if report.emulated and report.rows[report.best or 0].placement.n_gpu_layers else ""
-        console.print(f"Use{emulated}: {report.command}", markup=False)
-    else:
-        console.print("Nothing was measured.", markup=False)
-
-
-def _name(row: Row) -> str:
-    p = row.placement
-    return f"-ngl {p.n_offloaded}" + (f" ({p.strategy})" if p.strategy != "device" else "")
-
-
-def _shown(report: TuneReport) -> list[Row]:
-    """What was measured or failed, and both ends."""
-    last = len(report.rows) - 1
-    return [row for i, row in enumerate(report.rows) if row.verdict != "not measured" or i in (0, last)]
-
-
-def _cells(row: Row, report: TuneReport) -> list[str]:
-    p = row.placement
-    measured = "-"
-    if row.measured is not None:
-        middle = _speed(row.measured.median, report)
-        ends = sorted(float(_speed(s, report)) for s in (row.measured.least, row.measured.most))
-        measured = f"{middle} ± {(ends[1] - ends[0]) / 2:.{2 if report.request.objective == 'ttft' else 1}f}"
-    style = "[bold]" if row.verdict == "best" else ""
-    cells = [
-        str(p.n_offloaded),
-        p.strategy if p.n_offloaded else "-",
-        str(p.n_threads_tail),
-        size(row.vram_bytes) if p.n_offloaded else "-",
-        size(row.ram_bytes),
-        _speed(row.predicted_s, report),
-        measured,
-        str(row.n_runs) if row.n_runs else "-",
-        row.verdict,
-    ]
-    return [style + cell for cell in cells]
-
-
-def _speed(seconds: float, report: TuneReport) -> str:
-    if report.request.objective == "ttft":
-        return f"{seconds:.2f}"
-    return f"{report.request.n_sequences / seconds:.1f}"
+    print_tuning(report, console)

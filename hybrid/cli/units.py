@@ -43,4 +43,6 @@ class Seconds(click.ParamType[float]):
 
 def size(n_bytes: int) -> str:
     """Bytes in a table."""
+    if n_bytes >= 1000 << 30:
+        return f"{n_bytes / 2**40:.1f} TiB"
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / 2**20:.0f} MiB"

@@ -204,6 +204,14 @@ class CompareReport:
         return self.device == "cpu" and any(row.placement.n_gpu_layers for row in self.rows)
 
     @property
+    def trouble(self) -> str:
+        """One sentence where nothing finished; empty where something did."""
+        if any(row.finished for row in self.rows):
+            return ""
+        failures = [row.failure.message for row in self.rows if row.failure is not None]
+        return f"Nothing was measured; the first failure: {failures[0]}" if failures else "Nothing was measured."
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """In the order in which they were asked for."""
         return tuple(dict.fromkeys(row.mode for row in self.rows))

@@ -55,8 +55,8 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
         return seconds if ttft else n / seconds
 
     for colour, key, rows in _curves(report):
-        ks = [row.placement.n_offloaded for row in rows]
-        predicted = [value(row.predicted_s) for row in rows]
+        guessed = [(row.placement.n_offloaded, value(row.predicted_s)) for row in rows if row.predicted_s is not None]
+        ks, predicted = [k for k, _ in guessed], [speed for _, speed in guessed]
         axes.plot(ks, predicted, ".:", markersize=3, color=colour, linewidth=1.2, label=f"{key}: predicted")
         timed = [(row.placement.n_offloaded, row.measured) for row in rows if row.measured is not None]
         middles = [value(spread.median) for _, spread in timed]

@@ -42,7 +42,8 @@ class Row:
     vram_bytes: int
     """By the Ledger."""
     ram_bytes: int
-    predicted_s: float
+    predicted_s: float | None
+    """Before it was measured, by the CostModel and what was measured of others; None where nobody predicted it."""
     measured: Spread | None
     n_runs: int
     """Processes behind it, earlier sessions' too."""
@@ -96,6 +97,17 @@ class TuneReport:
     notes: tuple[str, ...]
     interrupted: bool
     elapsed_s: float
+
+    @property
+    def trouble(self) -> str:
+        """One sentence on why there is no winner; empty where there is one."""
+        if self.best is not None:
+            return ""
+        failures = [row.message for row in self.rows if row.message]
+        if failures:
+            return f"Nothing was measured; the first failure: {failures[0]}"
+        why = "it was interrupted" if self.interrupted else "the time was up (--budget gives more)"
+        return f"Nothing was measured: {why}."
 
     @property
     def emulated(self) -> bool:

@@ -27,12 +27,17 @@ class Budget:
 
         The mapped file counts as RAM: with less, it would be read from the disk at every token.
         """
+        memory = self.lacks(ledger)
+        if memory == "VRAM":
+            return _missing(memory, needed_vram(ledger), self.vram_bytes or 0)
+        return _missing(memory, ledger.ram_bytes, self.ram_bytes) if memory else None
+
+    def lacks(self, ledger: Ledger) -> str:
+        """Which memory is too small, "VRAM" or "RAM"; empty where none is."""
         vram = self.vram_bytes if ledger.placement.n_gpu_layers else None
         if vram is not None and needed_vram(ledger) > vram:
-            return _missing("VRAM", needed_vram(ledger), vram)
-        if ledger.ram_bytes > self.ram_bytes:
-            return _missing("RAM", ledger.ram_bytes, self.ram_bytes)
-        return None
+            return "VRAM"
+        return "RAM" if ledger.ram_bytes > self.ram_bytes else ""
 
 
 def needed_vram(ledger: Ledger) -> int:

@@ -29,6 +29,8 @@ class Candidate:
     """Whether this version can run it."""
     reason: str
     """Why it fits or not, in a phrase."""
+    lacks: str
+    """Which memory is too small, "VRAM" or "RAM"; empty where none is."""
     tpot_s: Mapping[int, float]
     """Seconds a token, by depth: empty, half and full context."""
     ttft_s: Mapping[int, float]
@@ -98,6 +100,7 @@ def judge(model: CostModel, placement: Placement, budget: Budget, tpot_s: float 
         ledger=ledger,
         fits=shortfall is None,
         available=available,
+        lacks=budget.lacks(ledger),
         reason=shortfall or ("fits" if available else f"fits, but --kv {placement.kv} is not in this version"),
         tpot_s={depth: model.tpot_s(placement, depth) for depth in depths},
         ttft_s={depth: model.prefill_s(placement, max(1, depth)) for depth in depths},

@@ -27,6 +27,9 @@ BPE_TOKEN_BYTES, SPM_TOKEN_BYTES = 361, 168
 (byte-pair merges) and Gemma 3 (SentencePiece)."""
 INPUT_BYTES = 24
 """Of one token: id, position, two cache indices."""
+GRAPHS, GRAPH_NODE_BYTES, LEAST_NODES, NODES_PER_TENSOR = 3, 423, 1024, 8
+"""Graphs it keeps objects for, bytes for each node one may have (a tensor, pointers, a hash table), and how many those
+are."""
 FLASH_TILE = 64
 """GGML_FA_TILE_Q and GGML_FA_TILE_KV."""
 
@@ -111,6 +114,19 @@ def work_bytes(spec: ModelSpec, placement: Placement) -> int:
     tiles = 4 * (2 * FLASH_TILE * dims + 2 * FLASH_TILE * FLASH_TILE)
     threads = max(placement.n_threads_tail, placement.n_threads_tail_batch)
     return max(rounded, threads * tiles)
+
+
+def bookkeeping_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """What it allocates beside its buffers and does not report: the objects of three graphs (two reserved, one in use;
+    `llm_graph_result`, `graph_max_nodes`), the number of every token (`token_ids_full_vocab`), and two copies of a
+    batch of hidden states (`llama_batch_allocr::init`, `ubatch_add`)."""
+    k = placement.n_gpu_layers
+    if k == spec.n_layers:
+        return 0
+    n_tensors = sum(len(layer.weights) for layer in spec.layers[k:]) + len(spec.weights)
+    graphs = GRAPHS * GRAPH_NODE_BYTES * max(LEAST_NODES, NODES_PER_TENSOR * n_tensors)
+    batches = 2 * 4 * placement.n_batch * spec.n_embd if k > 0 else 0
+    return graphs + 4 * spec.n_vocab + batches
 
 
 def vocabulary_bytes(spec: ModelSpec) -> int:

@@ -52,6 +52,8 @@ class Record:
     """Tokens of each sequence that were evaluated at once, from an empty context."""
     prefill_s: tuple[float, ...] = ()
     """Seconds for those, to the first token."""
+    predicted_s: float | None = None
+    """The seconds of one that were predicted before anything of this placement was measured."""
     wall_s: float | None = None
     """The whole process, where it was one of its own."""
     vram_budget: int | None = None

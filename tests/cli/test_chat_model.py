@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,13 @@ from hybrid.apps.commands import arguments
 from hybrid.cli.options import PLACEMENT
 from hybrid.cli.terminal.chat import TerminalChat
 from hybrid.errors import BadRequestError
-from hybrid.report.tuning import TuneRequest
+from hybrid.report.trial import Spread
+from hybrid.report.tuning import Row, TuneReport, TuneRequest
+from hybrid.schedule.budget import Budget
 from hybrid.schedule.placement import Placement
 from tests.cli.fake import FakeModel, chat_with, said
+
+MIB = 1 << 20
 
 
 def test_another_model_takes_the_conversation_over_and_a_broken_one_does_not(
@@ -53,6 +56,46 @@ class Loads:
         return FakeModel()
 
 
+def tuned(request: TuneRequest, placements: list[Placement]) -> TuneReport:
+    """A report whose last placement is the best."""
+    rows = [
+        Row(
+            placement=p, vram_bytes=MIB, ram_bytes=2 * MIB, predicted_s=0.02, measured=Spread.of([0.01, 0.011, 0.009]),
+            n_runs=1, device_bytes=None, host_bytes=None, verdict="best" if p is placements[-1] else "12 % slower",
+        )
+        for p in placements
+    ]  # fmt: skip
+    return TuneReport(
+        request=request, model="m.gguf", device="cpu", depth=50, budget=Budget(ram_bytes=MIB), rows=tuple(rows),
+        best=len(rows) - 1, command="hybrid chat -ngl 3", noise=0.01, reused=0, trials=(), notes=("It is emulated.",),
+        interrupted=False, elapsed_s=1.0,
+    )  # fmt: skip
+
+
+def test_tuning_takes_the_command_s_options_and_shows_its_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[TuneRequest] = []
+
+    def tune(path: Path, request: TuneRequest, **how: object) -> TuneReport:
+        asked.append(request)
+        return tuned(request, [FakeModel().placement])
+
+    monkeypatch.setattr("hybrid.apps.tune.tune", tune)
+    chat = chat_with(FakeModel(), tuning={"device": "cpu", "vram_reserve": 5})
+    loads = Loads(chat, monkeypatch)
+    for line in ("/tune --ctx-size 5", "/tune --budget soon", "/tune fast", '/tune --objective "'):
+        chat.take(line)
+        assert "/tune has --depth --objective" in capsys.readouterr().err
+    assert (asked, loads.seen) == ([], [])  # and the model was not closed for it
+    chat.take("/tune --objective ttft --budget 5s --depth 40 -t auto")
+    wanted = {"objective": "ttft", "budget_s": 5.0, "depth": 40, "threads": "auto"}
+    assert asked == [TuneRequest(n_ctx=100, device="cpu", vram_reserve=5, **wanted)]  # type: ignore[arg-type]
+    shown = capsys.readouterr().err
+    for text in ("It is emulated.", "measured s", "0.01 ± 0.00", "best", "Use (emulated): hybrid chat -ngl 3"):
+        assert text in shown
+
+
 def test_tuning_reloads_with_exactly_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
     winner = Placement(
         device="cpu", n_gpu_layers=3, n_ctx=100, n_batch=64, n_ubatch=32, n_threads_tail=7,
@@ -60,10 +103,9 @@ def test_tuning_reloads_with_exactly_the_winner(monkeypatch: pytest.MonkeyPatch)
     )  # fmt: skip
     asked: list[TuneRequest] = []
 
-    def tune(path: Path, request: TuneRequest, **how: object) -> SimpleNamespace:
+    def tune(path: Path, request: TuneRequest, **how: object) -> TuneReport:
         asked.append(request)
-        rows = [SimpleNamespace(placement=p) for p in (FakeModel().placement, winner)]
-        return SimpleNamespace(rows=rows, best=1, command="hybrid chat", notes=[])
+        return tuned(request, [FakeModel().placement, winner])
 
     monkeypatch.setattr("hybrid.apps.tune.tune", tune)
     chat = chat_with(FakeModel(), tuning={"device": "cpu", "n_batch": 64, "vram_reserve": 5, "threads": 7})

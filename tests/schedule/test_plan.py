@@ -154,6 +154,16 @@ def test_a_context_longer_than_trained_is_warned_of() -> None:
         make_plan(LLAMA_3_8B, RTX3070TI, request(0))
 
 
+def test_no_context_is_advised_that_the_model_was_not_trained_for() -> None:
+    trained = replace(LLAMA_3_8B, n_ctx_train=8192)
+    report = make_plan(trained, RTX3070TI, request(100_000_000))
+    assert report.best is None
+    assert "A context of 8192 tokens would do (-c 8192)." in report.advice
+    less = make_plan(replace(LLAMA_3_8B, n_ctx_train=1 << 20), RTX3070TI, request(100_000_000))
+    (line,) = (line for line in less.advice if line.startswith("A context of"))
+    assert 8192 < int(line.split()[3]) < 1 << 20
+
+
 # -- auto --------------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +265,21 @@ def test_the_table_for_people(run: Run) -> None:
     assert "-b 64" in line
     assert "may be off by" in done.stdout
     assert "not measured" not in done.stdout.split("\n")[1]
+
+
+def test_the_table_fits_80_columns_and_what_does_not_fit_is_exit_code_2(run: Run) -> None:
+    shape = ["--shape", "layers=32,kv_heads=8,head_dim=128", "--machine", "rtx3070ti", "--tpot", "50ms"]
+    done = run("plan", *shape, "-c", "65536")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("\n\n")[1].splitlines()
+    assert sum("VRAM short" in line for line in table) > 3
+    assert all(line.split()[0].isdecimal() for line in table[1:]), "a line a placement"
+    assert max(len(line.rstrip()) for line in table) < 80
+    done = run("plan", *shape, "-c", "100000000")
+    assert done.returncode == 2
+    assert done.stderr.startswith("hybrid: Nothing fits (")
+    assert len(done.stderr.splitlines()) == 1
+    assert "A context of" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ class Desk(Protocol):
     def load(self, model: str, changes: Mapping[str, Any]) -> Hybrid:
         """Load a model with the options the chat was started with and these changes."""
 
-    def tune(self, model: Path, name: str, placement: Placement) -> Mapping[str, Any]:
+    def tune_options(self, text: str) -> Mapping[str, Any]:
+        """What `hybrid tune`'s options in `text` ask for. Raises BadRequestError for what is none."""
+
+    def tune(self, model: Path, name: str, placement: Placement, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Measure which placement of the model is quickest where this one runs, and return what `load` needs for
         it."""
 
@@ -90,7 +93,9 @@ class Commands:
             "/stats": Command(self._stats, "", "what the last answer took, and what runs where"),
             "/memory": Command(self._memory, "", "memory on both sides, predicted and measured"),
             "/split": Command(self._split, "", "which layers run where"),
-            "/tune": Command(self._tune, "", "measure which split is quickest and go on with that"),
+            "/tune": Command(
+                self._tune, "OPTIONS", "measure which split is quickest (as hybrid tune) and go on with that"
+            ),
             "/model": Command(self._model, "NAME", "go on with another model; alone: show this one's"),
             "/exit": Command(self._exit, "", "leave (so does Ctrl-D)"),
         }
@@ -236,10 +241,11 @@ class Commands:
     def _split(self, _: str) -> Outcome:
         return Outcome(facts.split(self.talk.model))
 
-    def _tune(self, _: str) -> Outcome:
+    def _tune(self, text: str) -> Outcome:
+        options = self.desk.tune_options(text)
         name, model = self.talk.conversation.model, self.talk.model
         path, placement = model.model_path, model.placement
-        return self._reload(name, lambda: self.desk.load(name, self.desk.tune(path, name, placement)))
+        return self._reload(name, lambda: self.desk.load(name, self.desk.tune(path, name, placement, options)))
 
     def _model(self, name: str) -> Outcome:
         if not name:

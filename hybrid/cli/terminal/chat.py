@@ -96,24 +96,30 @@ class TerminalChat:
         except click.ClickException as e:
             raise BadRequestError(f"{e.format_message().rstrip('.')}; $EDITOR names the editor.") from e
 
-    def tune(self, model: Path, name: str, placement: Placement) -> Mapping[str, Any]:
+    def tune_options(self, text: str) -> Mapping[str, Any]:
+        """See `Desk.tune_options`."""
+        from hybrid.cli.tune import chat_options
+
+        return chat_options(text)
+
+    def tune(self, model: Path, name: str, placement: Placement, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """See `Desk.tune`."""
         from hybrid.apps.commands import arguments
         from hybrid.apps.tune import TuneRequest, tune
         from hybrid.cli.measuring import measuring
+        from hybrid.cli.tune_table import tuning_text
 
-        request = TuneRequest(n_ctx=placement.n_ctx, kv_dtype=placement.kv_dtype, **self._tuning)
+        asked = {**self._tuning, **options}
+        request = TuneRequest(n_ctx=placement.n_ctx, kv_dtype=placement.kv_dtype, **asked)
         with silent_keyboard(), measuring(lambda: "Ctrl-C goes by what is measured by then") as show:
 
             def on_progress(what: str, spent: float, left: float) -> None:
                 show(what, spent / max(spent + left, 1e-9))
 
             report = tune(model, request, name=name, on_progress=on_progress)
-        for note in report.notes:
-            self.screen.say(note)
+        self.screen.say(tuning_text(report, self.screen.width))
         if report.best is None:
-            raise BadRequestError("Nothing was measured.")
-        self.screen.say(f"Quickest here: {report.command}")
+            raise BadRequestError(report.trouble)
         return arguments(report.rows[report.best].placement)
 
     def reasoning(self) -> str:
