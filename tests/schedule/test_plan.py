@@ -261,6 +261,9 @@ def test_the_table_for_people(run: Run) -> None:
     ("arguments", "named"),
     [
         (["--shape", "layers=x"], "layers"),
+        (["--shape", "layers=2000000000"], "layers"),
+        (["--shape", f"layers={'9' * 5000}"], "layers"),
+        (["--shape", "layers=2", "--vram", "9" * 400], "amount of memory"),
         (["--shape", "layers=2", "--machine", "abacus"], "abacus"),
         (["--vram", "lots"], "lots"),
         (["--tpot", "0ms"], "0ms"),
