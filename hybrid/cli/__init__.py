@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import NoReturn
 
 __all__ = ["main"]
 
 INTERRUPTED = 130
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""Told to end, and the terminal that was closed: the exit code is 128 + the signal, as a shell has it."""
 
 
 def main() -> NoReturn:

@@ -9,12 +9,13 @@ import signal
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
-from hybrid.cli import INTERRUPTED
+from hybrid.cli import ENDING, INTERRUPTED
 from hybrid.cli.clash import check_package
 from hybrid.errors import HybridError
 from hybrid.printable import printable
@@ -33,9 +34,10 @@ COMMANDS = {
 }
 """Each is `command` in the module of its name; imported when called, so that `--help` costs nothing."""
 
-TERMINATED = 143
 CLOSED_PIPE = 141
 """128 + SIGPIPE: what a shell reports for a program whose reader went away."""
+LONGEST = 2000
+"""Characters of a sentence: it may quote a file, which may hold anything."""
 
 
 class Commands(click.Group):
@@ -73,7 +75,7 @@ class Commands(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
         except BrokenPipeError:
-            _abandon_output()
+            _abandon(sys.stdout)
             ctx.exit(CLOSED_PIPE)
         return result
 
@@ -99,29 +101,35 @@ def commands() -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the console script. Exit codes: 0 fine, 2 bad input, 130 interrupted, 143 terminated, 1 a bug of
-    ours."""
-    signal.signal(signal.SIGTERM, _terminate)
+    """Entry point of the console script. Exit codes: 0 fine, 2 bad input, 130 interrupted, 143 terminated, 129 hung up,
+    141 nobody reads the output, 1 a bug of ours."""
+    told: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        """As after Ctrl-C: what the terminal was set to and what was half written is put right on the way out."""
+        told.append(number)
+        raise SystemExit(128 + number)
+
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, end)
     _sound_streams()
     try:
         code = _run(sys.argv[1:] or ["--help"])
-    except SystemExit as end:  # SIGTERM, or a command's own code
-        if not isinstance(end.code, int):
+    except SystemExit as ended:  # a signal, or a command's own code
+        if not isinstance(ended.code, int):
             raise
-        code = end.code
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        code = code or CLOSED_PIPE
-        _abandon_output()
-    if code in (INTERRUPTED, TERMINATED) and any(thread.name == "hybrid-head" for thread in threading.enumerate()):
+        code = ended.code
+    code = 128 + told[0] if told else code  # what it interrupted may have had something to say first
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or CLOSED_PIPE
+            _abandon(stream)
+    if code > 128 and any(thread.name == "hybrid-head" for thread in threading.enumerate()):
         os._exit(code)  # torch is still being imported: Python would end that thread amid C++, or wait for it
     sys.exit(code)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    """Leave as after Ctrl-C: what the terminal was set to and what was half written is put right on the way out."""
-    raise SystemExit(TERMINATED)
 
 
 def _sound_streams() -> None:
@@ -150,7 +158,7 @@ def _run(args: list[str]) -> int:
     except MemoryError:
         return _complain("The machine is out of memory; use a smaller model or a shorter context (-c).", 2)
     except OSError as e:
-        _abandon_output()  # perhaps it was the disk behind stdout that is full
+        _abandon(sys.stdout)  # perhaps it was the disk behind stdout that is full
         name = f" ({e.filename})" if e.filename else ""
         return _complain(f"The operating system refused: {e.strerror or e}{name}.", 2)
     except Exception as e:
@@ -165,10 +173,13 @@ def _complain(sentence: str, code: int) -> int:
     """Print the sentence (and, for those who debug, the traceback of the exception being handled)."""
     if os.environ.get("HYBRID_DEBUG") == "1":
         traceback.print_exc()
-    click.echo(f"hybrid: {printable(sentence)}", err=True)
+    if len(sentence) > LONGEST:
+        sentence = f"{sentence[: LONGEST // 2]} … {sentence[-LONGEST // 2 :]}"
+    with suppress(OSError):  # a terminal that is gone, a full disk: the code says it
+        click.echo(f"hybrid: {printable(sentence)}", err=True)
     return code
 
 
-def _abandon_output() -> None:
+def _abandon(stream: TextIO) -> None:
     """Let what is still buffered go nowhere, so that Python does not complain about the closed pipe when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -29,8 +28,6 @@ from hybrid.cli.units import Bytes
 from hybrid.errors import BadRequestError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from hybrid import Hybrid
     from hybrid.apps.chat.conversation import Conversation
     from hybrid.apps.chat.store import Store
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 TUNING = ("device", "engine", "n_batch", "vram_reserve")
 """Options that bound what `/tune` tries, too."""
-HUNG_UP = 129
-"""128 + SIGHUP: the terminal was closed."""
 
 
 @click.command(cls=Configured)
@@ -117,7 +112,6 @@ def _converse(model: str | None, system: str | None, options: dict[str, Any], fo
     from hybrid.cli.terminal.lines import LineReader
     from hybrid.cli.terminal.screen import Screen
 
-    signal.signal(signal.SIGHUP, _hang_up)
     loader = _Loader(options, ProgressBar())
     screen = Screen(
         plain=options["plain"], quiet=options["quiet"], thinking=options["think"], before_output=loader.say_notes
@@ -249,8 +243,3 @@ def _full_name(name: str) -> str:
 
     name = name or DEFAULT_MODEL
     return name if name in catalog() or not os.path.exists(name) else os.path.abspath(name)
-
-
-def _hang_up(number: int, frame: FrameType | None) -> NoReturn:
-    """The terminal is gone: leave as by Ctrl-D, saving the KV state."""
-    raise SystemExit(HUNG_UP)

@@ -13,7 +13,7 @@ from hybrid.cli import INTERRUPTED
 from hybrid.cli.measuring import measuring
 from hybrid.cli.options import json_option, model_argument, vram_reserve_option
 from hybrid.cli.session import read_prompt
-from hybrid.cli.units import Bytes
+from hybrid.cli.units import MOST_SECONDS, Bytes, Number, Whole
 from hybrid.errors import EngineError
 from hybrid.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
@@ -34,7 +34,7 @@ def _words(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     words = _words(ctx, param, value)
     for word in words or ():
-        if not (word.isascii() and word.isdecimal() and 0 < int(word) < 2**31):
+        if not (word.isascii() and word.isdecimal() and len(word) < 11 and 0 < int(word) < 2**31):
             raise click.BadParameter(f"{word!r} is not a number of 1 or more", ctx, param)
     return tuple(int(word) for word in words) if words else None
 
@@ -60,14 +60,14 @@ def _kv_types(ctx: click.Context, param: click.Parameter, value: str | None) -> 
               help="Sequences decoded together.")  # fmt: skip
 @click.option("--kv-type", "kv_dtypes", metavar="TYPE,…", default="f16", show_default=True, callback=_kv_types,
               help=f"KV cache types: {', '.join(KV_DTYPES)}.")  # fmt: skip
-@click.option("-n", "--predict", "n_decode", type=click.IntRange(min=1), default=32, show_default=True, metavar="N",
+@click.option("-n", "--predict", "n_decode", type=Whole(min=1), default=32, show_default=True, metavar="N",
               help="Tokens to decode in each run.")  # fmt: skip
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, metavar="R",
+@click.option("--repeats", type=Whole(min=1), default=3, show_default=True, metavar="R",
               help="Runs of everything, each in a process of its own.")  # fmt: skip
-@click.option("--time-limit", "time_limit_s", type=click.FloatRange(0, 1_000_000, min_open=True), default=1800.0,
+@click.option("--time-limit", "time_limit_s", type=Number(0, MOST_SECONDS, min_open=True), default=1800.0,
               show_default=True, metavar="SECONDS",
               help="End a run that takes longer, loading included, and record that; the others go on.")  # fmt: skip
-@click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), default=512, show_default=True, metavar="N",
+@click.option("-b", "--batch-size", "n_batch", type=Whole(min=1), default=512, show_default=True, metavar="N",
               help="Prompt tokens per chunk, in all modes.")  # fmt: skip
 @click.option("--device", metavar="NAME", help="The head's PyTorch device; cpu emulates a GPU.  [default: the GPU]")
 @click.option("--vram-budget", "vram_bytes", type=Bytes(), metavar="BYTES",

@@ -9,15 +9,14 @@ from typing import Any
 import click
 
 from hybrid.cli.options import json_option, model_argument
+from hybrid.cli.units import Whole
 from hybrid.printable import printable
 from hybrid.schedule.placement import KV_DTYPES
 
 
 @click.command()
 @model_argument
-@click.option(
-    "-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", help="Context to size the KV cache for."
-)
+@click.option("-c", "--ctx-size", "n_ctx", type=Whole(min=1), metavar="N", help="Context to size the KV cache for.")
 @click.option(
     "--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True, help="KV cache type."
 )
@@ -33,9 +32,7 @@ from hybrid.schedule.placement import KV_DTYPES
     help="With --verify: the split to run.  [default: in the middle of the model]",
 )
 @click.option("--device", metavar="NAME", help="With --verify: the device of the first layers.")
-@click.option(
-    "-t", "--threads", "n_threads", type=click.IntRange(min=1), metavar="N", help="With --verify: CPU threads."
-)
+@click.option("-t", "--threads", "n_threads", type=Whole(min=1), metavar="N", help="With --verify: CPU threads.")
 @json_option
 def command(
     model: str | None,

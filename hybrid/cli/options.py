@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from hybrid.cli.units import Bytes
+from hybrid.cli.units import Bytes, Number, Whole
 from hybrid.schedule.placement import ENGINES, KV_DTYPES, KV_STRATEGIES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,7 +24,7 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str) -> int | str
     word = value.strip().lower()
     if word in ("all", "auto"):
         return word
-    if not (word.isascii() and word.isdecimal()):
+    if not (word.isascii() and word.isdecimal() and len(word) < 10):
         raise click.BadParameter(f"{value!r} is not a number of layers, 'all' or 'auto'", ctx, param)
     return int(word)
 
@@ -42,16 +42,16 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     return lambda f: functools.reduce(lambda g, decorate: decorate(g), reversed(decorators), f)
 
 
-_count = click.IntRange(min=1)
+_count = Whole(min=1)
 
 model_argument = click.argument("model", required=False, metavar="[MODEL]")
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
 # Of the commands that plan and measure.
-ctx_size_option = click.option("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=1), metavar="N", default=4096,
+ctx_size_option = click.option("-c", "--ctx-size", "n_ctx", type=Whole(min=1), metavar="N", default=4096,
                                show_default=True, help="Context in tokens, per sequence.")  # fmt: skip
-batch_size_option = click.option("-b", "--batch-size", "n_batch", type=click.IntRange(min=1), metavar="N",
+batch_size_option = click.option("-b", "--batch-size", "n_batch", type=Whole(min=1), metavar="N",
                                  help="Prompt tokens per chunk.  [default: the split's]")  # fmt: skip
 kv_type_option = click.option("--kv-type", "kv_dtype", type=click.Choice(KV_DTYPES), default="f16", show_default=True,
                               help="KV cache type.")  # fmt: skip
@@ -73,7 +73,7 @@ placement_options = _all(
         "-c",
         "--ctx-size",
         "n_ctx",
-        type=click.IntRange(min=0),
+        type=Whole(min=0),
         metavar="N",
         help="Context in tokens; 0: as long as the model was trained for.  [default: what memory allows, up to 4096]",
     ),
@@ -146,7 +146,7 @@ sampling_options = _all(
         "-n",
         "--predict",
         "max_tokens",
-        type=click.IntRange(min=-1),
+        type=Whole(min=-1),
         default=-1,
         show_default=True,
         metavar="N",
@@ -156,7 +156,7 @@ sampling_options = _all(
     click.option(
         "--temp",
         "temperature",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         default=0.8,
         show_default=True,
         metavar="T",
@@ -164,7 +164,7 @@ sampling_options = _all(
     ),
     click.option(
         "--top-k",
-        type=click.IntRange(min=0),
+        type=Whole(min=0),
         default=40,
         show_default=True,
         metavar="N",
@@ -172,7 +172,7 @@ sampling_options = _all(
     ),
     click.option(
         "--top-p",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=0.95,
         show_default=True,
         metavar="P",
@@ -180,7 +180,7 @@ sampling_options = _all(
     ),
     click.option(
         "--min-p",
-        type=click.FloatRange(0, 1),
+        type=Number(0, 1),
         default=0.05,
         show_default=True,
         metavar="P",
@@ -188,11 +188,11 @@ sampling_options = _all(
     ),
     click.option(
         "--repeat-penalty",
-        type=click.FloatRange(min=0, min_open=True),
+        type=Number(min=0, min_open=True),
         default=1.0,
         show_default=True,
         metavar="X",
         help="Penalty on recent tokens; 1: off.",
     ),
-    click.option("-s", "--seed", type=click.IntRange(0, 2**32 - 1), metavar="N", help="Seed.  [default: random]"),
+    click.option("-s", "--seed", type=Whole(0, 2**32 - 1), metavar="N", help="Seed.  [default: random]"),
 )

@@ -16,7 +16,7 @@ from hybrid.cli.options import (
     model_argument,
     vram_reserve_option,
 )
-from hybrid.cli.units import Bytes, Seconds, size
+from hybrid.cli.units import Bytes, Seconds, Whole, size
 from hybrid.errors import BadRequestError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ ROWS = 12
 @click.command()
 @model_argument
 @ctx_size_option
-@click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
+@click.option("--sequences", "n_sequences", type=Whole(min=1), default=1, show_default=True, metavar="S",
               help="Sequences at the same time; each has a context of its own.")  # fmt: skip
 @batch_size_option
 @kv_type_option

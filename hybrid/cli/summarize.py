@@ -6,12 +6,14 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hybrid.cli.options import PLACEMENT, json_option, pick, placement_options
+from hybrid.cli.units import Number, Whole
 from hybrid.errors import BadRequestError
 from hybrid.files import write_atomically
 
@@ -86,7 +88,7 @@ PROMPTS
   --show-prompts prints the built-in templates. A folder given with --prompts
   may hold single.txt, map.txt, reduce.txt, refine.txt, combine.txt; the others
   stay as they are. A template names {text} (refine.txt also {summary}) and may
-  name {length}, {focus} and {language}.
+  name {length}, {focus} and {language}; other {words} in braces are refused.
 
 \b
 JSON
@@ -158,7 +160,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: str, least: int, 
 @click.option("--encoding", metavar="NAME", help="Encoding of the files.  [default: detected]")
 @click.option(
     "--overlap",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     metavar="N",
     help="Tokens that neighbouring chunks may share.  [default: a twentieth of a chunk; refine: 0]",
 )
@@ -181,7 +183,7 @@ def _number(ctx: click.Context, param: click.Parameter, value: str, least: int, 
 @click.option(
     "--temp",
     "temperature",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=0.0,
     show_default=True,
     metavar="T",
@@ -189,15 +191,13 @@ def _number(ctx: click.Context, param: click.Parameter, value: str, least: int, 
 )
 @click.option(
     "--repeat-penalty",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=1.0,
     show_default=True,
     metavar="X",
     help="Penalty on recent tokens; 1: off.",
 )
-@click.option(
-    "-s", "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, metavar="N", help="Seed."
-)
+@click.option("-s", "--seed", type=Whole(0, 2**32 - 1), default=0, show_default=True, metavar="N", help="Seed.")
 @placement_options
 @json_option
 def command(
@@ -280,12 +280,13 @@ class _Command:
             sys.stdout.flush()
             for run in runs:
                 run.finish()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
             self._bar.clear()
             if runs:
                 n, said = runs[-1].n_saved, "; --resume goes on from there."
                 saved = f"{n} answer{'s are' if n > 1 else ' is'} saved{said}" if n else "nothing is saved yet."
-                click.echo(f"Interrupted; {saved}", err=True)
+                with suppress(OSError):  # the terminal was closed
+                    click.echo(f"Interrupted; {saved}", err=True)
             raise
         finally:
             self._bar.clear()

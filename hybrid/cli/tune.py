@@ -22,7 +22,7 @@ from hybrid.cli.options import (
     model_argument,
     vram_reserve_option,
 )
-from hybrid.cli.units import Bytes, Seconds
+from hybrid.cli.units import Bytes, Seconds, Whole
 from hybrid.errors import BadRequestError, EngineError
 from hybrid.schedule.placement import ENGINES
 
@@ -37,7 +37,7 @@ OBJECTIVES = ("latency", "ttft", "throughput")
 def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
     if value is None or value == "auto":
         return value
-    if not (value.isascii() and value.isdecimal() and int(value)):
+    if not (value.isascii() and value.isdecimal() and len(value) < 10 and int(value)):
         raise click.BadParameter(f"{value!r} is not a number of threads or 'auto'", ctx, param)
     return int(value)
 
@@ -45,9 +45,9 @@ def _threads(ctx: click.Context, param: click.Parameter, value: str | None) -> i
 @click.command()
 @model_argument
 @ctx_size_option
-@click.option("--depth", type=click.IntRange(min=1), metavar="D",
+@click.option("--depth", type=Whole(min=1), metavar="D",
               help="Tokens in the context while speed is measured.  [default: half the context]")  # fmt: skip
-@click.option("--sequences", "n_sequences", type=click.IntRange(min=1), default=1, show_default=True, metavar="S",
+@click.option("--sequences", "n_sequences", type=Whole(min=1), default=1, show_default=True, metavar="S",
               help="Sequences decoded together.")  # fmt: skip
 @click.option("--objective", type=click.Choice(OBJECTIVES), default="latency", show_default=True,
               help="What to be quick at: tokens one by one, the first token of a prompt of D tokens, or the tokens of "

@@ -1,7 +1,8 @@
-"""Amounts on the command line: bytes and times with units."""
+"""Numbers on the command line, and amounts with units: bytes and times."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -9,6 +10,27 @@ import click
 
 BYTES = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0}
+MOST_BYTES, MOST_SECONDS = 1 << 60, 1_000_000.0
+"""More is a slip of the hand, and what a clock cannot wait for."""
+
+
+class Whole(click.IntRange):
+    """A whole number between limits, and an error that says so."""
+
+    name = "whole number"
+
+
+class Number(click.FloatRange):
+    """A number between limits; neither nan nor inf is one."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 class Bytes(click.ParamType[int]):
@@ -21,9 +43,9 @@ class Bytes(click.ParamType[int]):
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value.strip().lower())
-        if not match:
+        if not match or (amount := float(match[1]) * BYTES[match[2]]) > MOST_BYTES:
             self.fail(f"{value!r} is not an amount of memory such as 6GiB or 128MiB", param, ctx)
-        return int(float(match[1]) * BYTES[match[2]])
+        return int(amount)
 
 
 class Seconds(click.ParamType[float]):
@@ -36,9 +58,9 @@ class Seconds(click.ParamType[float]):
         if isinstance(value, (int, float)):
             return float(value)
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s|min)?", value.strip().lower())
-        if not match or float(match[1]) <= 0:
+        if not match or not 0 < (seconds := float(match[1]) * SECONDS[match[2] or "s"]) <= MOST_SECONDS:
             self.fail(f"{value!r} is not a time such as 50ms or 2s", param, ctx)
-        return float(match[1]) * SECONDS[match[2] or "s"]
+        return seconds
 
 
 def size(n_bytes: int) -> str:

@@ -17,6 +17,7 @@ from hybrid.head.memory import host_memory
 from hybrid.head.pinned import pinned
 from hybrid.model.file import ModelFile, TensorInfo
 from hybrid.model.ggml_types import GGML_TYPES, type_name
+from hybrid.model.tensors import trimmed
 
 STAGING_BYTES = 8 << 20
 """Host memory of each of the two buffers tensors pass through; also how often progress is told."""
@@ -48,10 +49,10 @@ class Loader:
         self._expanded: dict[str, int] = {}
 
     def vector(self, info: TensorInfo) -> Tensor:
-        """A norm weight or bias as float32 on the device, in its own shape."""
+        """A norm weight or bias as float32 on the device, in its own shape (less outer dimensions of one)."""
         with allocating(f"Loading {info.name}", info.n_values * 4, self.compute.device):
             values = [self._on_host(raw, info.type).clone() for _, raw in self._tiles(info, 1)]
-            vector = torch.cat(values, dim=1).view(info.shape).to(self.compute.device)
+            vector = torch.cat(values, dim=1).view(trimmed(info.shape)).to(self.compute.device)
         self.device_bytes += vector.nbytes
         return vector
 

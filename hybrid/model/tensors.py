@@ -138,7 +138,7 @@ def check_tensors(
                 raise BadFileError(f"{file.path} lacks the tensor {prefix}{suffix}, which its architecture needs.")
             continue
         shape = tuple(sizes[name] for name in names)
-        if _trimmed(tensor.shape) != _trimmed(shape):
+        if trimmed(tensor.shape) != trimmed(shape):
             raise BadFileError(
                 f"{file.path} has the tensor {tensor.name} in shape {list(tensor.shape)}, "
                 f"but its hyperparameters demand {list(shape)}."
@@ -151,8 +151,8 @@ def check_tensors(
             )
 
 
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without outer dimensions of one, which ggml does not tell from missing ones."""
+def trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`shape` without outer dimensions of one, which ggml does not tell from missing ones."""
     while len(shape) > 1 and shape[0] == 1:
         shape = shape[1:]
     return shape

@@ -99,7 +99,8 @@ def measure(engine: Engine) -> BatchCurve:
     found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}  # seconds, and the head's of them
     began = time.perf_counter()
     engine.trim(0)
-    engine.evaluate([token] * before)
+    if before:
+        engine.evaluate([token] * before)
     for number in range(ROUNDS + 1):
         for size in sizes:
             start = time.perf_counter()

@@ -77,7 +77,7 @@ class SamplingParams:
         for name in ("top_k", "repeat_last_n"):
             value = getattr(self, name)
             if not isinstance(value, int) or not -1 <= value < 2**31:
-                raise BadRequestError(f"{name} must be a whole number of -1 or more, not {value!r}.")
+                raise BadRequestError(f"{name} must be a whole number between -1 and {2**31 - 1}, not {value!r}.")
         if self.seed is not None and not (isinstance(self.seed, int) and -1 <= self.seed <= RANDOM_SEED):
             raise BadRequestError(f"seed must be a whole number between 0 and {RANDOM_SEED}, not {self.seed!r}.")
         if any(math.isnan(bias) for bias in self.logit_bias.values()):

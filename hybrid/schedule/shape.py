@@ -62,6 +62,9 @@ class Shape:
 
 FIELDS = {field.name: field.type for field in dataclasses.fields(Shape)}
 
+MOST_LAYERS = 512
+"""As many as llama.cpp takes (LLAMA_MAX_LAYERS)."""
+
 
 def parse_shape(text: str) -> Shape:
     """`layers=32,kv_heads=8,…` as a Shape. Raises BadRequestError that names what is wrong and what there is."""
@@ -72,7 +75,7 @@ def parse_shape(text: str) -> Shape:
             raise BadRequestError(f"--shape takes NAME=VALUE pairs of {', '.join(FIELDS)}; {part!r} is none.")
         if FIELDS[key] == "str":
             values[key] = value.upper()
-        elif value.isascii() and value.isdecimal():
+        elif value.isascii() and value.isdecimal() and len(value) < 11:
             values[key] = int(value)
         else:
             raise BadRequestError(f"{key} in --shape must be a whole number, not {value!r}.")
@@ -86,8 +89,9 @@ def _checked(shape: Shape) -> Shape:
         shape, heads=heads, embd=embd, ff=shape.ff or 7 * embd // 2, head_quant=shape.head_quant or shape.quant
     )
     for key in ("layers", "heads", "kv_heads", "head_dim", "embd", "ff", "vocab", "ctx", "pattern"):
-        if not 0 < getattr(shape, key) < 2**31:
-            raise BadRequestError(f"{key} in --shape must be 1 or more.")
+        most = MOST_LAYERS if key == "layers" else 2**31 - 1
+        if not 0 < getattr(shape, key) <= most:
+            raise BadRequestError(f"{key} in --shape must be a number between 1 and {most}.")
     if shape.heads % shape.kv_heads:
         raise BadRequestError(f"In --shape, {shape.heads} heads cannot share {shape.kv_heads} KV heads.")
     for quant in (shape.quant, shape.head_quant):

@@ -48,17 +48,23 @@ def test_fields_in_a_focus_are_not_filled_again(model: Hybrid) -> None:
 
 
 def test_prompts_of_a_folder_replace_those_they_name(tmp_path: Path) -> None:
-    (tmp_path / "map.txt").write_text("Now {text} {other}\n")
+    (tmp_path / "map.txt").write_text("Now {text} {in braces}\n")
     found = read_prompts(tmp_path)
-    assert found["map"] == "Now {text} {other}"
+    assert found["map"] == "Now {text} {in braces}"
     assert found["reduce"] == TEMPLATES["reduce"]
 
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("map", "no field"), ("map", "{text} {text}"), ("refine", "{text}"), ("single", "{text}{summary}")],
+    [
+        ("map", "no field"),
+        ("map", "{text} {text}"),
+        ("refine", "{text}"),
+        ("single", "{text}{summary}"),
+        ("map", "{text} {legnth}"),
+    ],
 )
-def test_a_prompt_that_leaves_the_text_out_is_refused(name: str, text: str, tmp_path: Path) -> None:
+def test_a_prompt_without_the_text_or_with_unknown_fields_is_refused(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.txt").write_text(text)
     with pytest.raises(BadRequestError, match=f"{name}.txt"):
         read_prompts(tmp_path)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -14,6 +17,7 @@ import hybrid
 from hybrid import Hybrid, HybridError, Summary, summarize
 from hybrid.apps.summarize import work
 from hybrid.apps.summarize.api import SummaryOptions, SummaryRun, together
+from hybrid.apps.summarize.checkpoint import Checkpoint
 from hybrid.apps.summarize.document import Document, read_document
 from hybrid.apps.summarize.prompts import Form
 from hybrid.apps.summarize.work import Answering, Job, Sampling
@@ -67,6 +71,28 @@ def test_the_prefix_is_prefilled_once_and_each_answer_depends_on_its_prompt_alon
                 assert (alone.text, alone.n_read) == together_[job.id][:2]
                 assert alone.n_cached == 0
                 assert alone.n_read == job.n_text
+
+
+def test_a_disk_that_fills_up_costs_only_the_resuming(
+    model: Hybrid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SummaryOptions(strategy="map-reduce", length="20 words")
+    whole = summarize(document(), model, options=options, checkpoint=False)
+    append, calls = Checkpoint._append, []
+
+    def fill_up(self: Checkpoint, record: Mapping[str, Any]) -> None:
+        calls.append(record)
+        if len(calls) > 2:  # what the run depends on, and one answer
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, record)
+
+    monkeypatch.setattr(Checkpoint, "_append", fill_up)
+    with SummaryRun(document(), model, options, checkpoint=tmp_path) as run:
+        summary = run.run()
+        assert run.n_saved == 1
+    assert summary == whole
+    assert [note for note in summary.report.notes if "Only one answer is saved: No space left" in note]
+    assert len(calls) == 3
 
 
 def test_a_resumed_run_gives_the_same_text_and_repeats_nothing(model: Hybrid, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -365,17 +366,20 @@ def test_the_command_measures_for_real(model: Path, tmp_path: Path) -> None:
     assert (bad.returncode, len(bad.stderr.strip().splitlines())) == (2, 1)
 
 
-def test_ctrl_c_ends_the_command_with_what_it_has_and_no_process_stays(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_end_the_command_shows_what_it_has_and_no_process_stays(
+    model: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm", "COLUMNS": "120"}
     words = ["-m", "hybrid.cli", "tune", str(model), "--device", "cpu", "-c", "128", "--exhaustive"]
     with pexpect.spawn(sys.executable, words, env=env, timeout=120, encoding="utf-8") as terminal:
         terminal.expect("Measuring -ngl 1")  # the first is done
         family = psutil.Process(terminal.pid).children(recursive=True)
-        terminal.sendintr()
+        terminal.sendintr() if number == signal.SIGINT else terminal.kill(number)
         terminal.expect("Interrupted: what was measured is kept")
         terminal.expect("best")
         terminal.expect("Use")
         terminal.expect(pexpect.EOF)
         terminal.wait()
-    assert terminal.exitstatus == 130
+    assert terminal.exitstatus == 128 + number
     assert psutil.wait_procs(family, timeout=30)[1] == []

@@ -14,6 +14,7 @@ import hybrid
 from hybrid.cli import app
 from hybrid.cli.app import COMMANDS
 from hybrid.cli.clash import find_clash
+from hybrid.errors import BadFileError
 from tests.cli.conftest import HYBRID, Run
 
 HEAVY = ("torch", "llama_cpp", "rich", "numpy", "gguf", "jinja2", "prompt_toolkit")
@@ -65,7 +66,12 @@ def test_version_is_the_packages(run: Run) -> None:
         (["generate", "-ngl", "half", "-p", "x"], "half"),
         (["generate", "-ngl", "-1", "-p", "x"], "-1"),
         (["generate", "-n", "-2", "-p", "x"], "-2"),
-        (["generate", "--temp", "hot", "-p", "x"], "hot"),
+        (["generate", "--temp", "hot", "-p", "x"], "'hot' is not a valid number"),
+        (["generate", "--temp", "nan", "-p", "x"], "nan"),
+        (["generate", "-c", "long", "-p", "x"], "'long' is not a valid whole number"),
+        (["generate", "-ngl", "9" * 5000, "-p", "x"], "number of layers"),
+        (["tune", "--budget", "9" * 20], "is not a time"),
+        (["compare", "--depths", "9" * 5000], "is not a number"),
         (["generate", "--frobnicate"], "--frobnicate"),
         (["generate", "--kv", "cloud", "-p", "x"], "cloud"),
         (["generate", "--kv", "tiered", "--kv-budget", "much", "-p", "x"], "amount of memory"),
@@ -129,6 +135,27 @@ def test_a_bug_of_ours_is_one_sentence_and_a_traceback_only_on_request(
     monkeypatch.setenv("HYBRID_DEBUG", "1")
     app._run(["--version"])
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_sentence_has_an_end_whatever_a_file_holds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def quote(*args: object, **options: object) -> None:
+        raise BadFileError(f"m.gguf cannot be used: {'é' * 100_000} is no tokenizer.")
+
+    monkeypatch.setattr(app.commands, "main", quote)
+    assert app._run(["inspect"]) == 2
+    said = capsys.readouterr().err
+    assert len(said) < 2100
+    assert said.startswith("hybrid: m.gguf")
+    assert said.endswith(" is no tokenizer.\n")
+
+
+def test_what_cannot_be_said_is_still_the_exit_code(environment: dict[str, str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    command = f"exec {' '.join(HYBRID)} inspect nowhere.gguf 2>/dev/full"
+    assert subprocess.run(["sh", "-c", command], env=environment, timeout=120).returncode == 2
 
 
 def test_an_interrupt_anywhere_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,10 @@ def test_auto_takes_what_there_is_use_for_and_says_so(run: Run, options: tuple[s
         assert words in done.stderr
 
 
-def test_ctrl_c_says_how_to_go_on(options: tuple[str, ...], environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_told_to_end_it_says_how_to_go_on(
+    number: signal.Signals, options: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+) -> None:
     document = tmp_path / "town.txt"
     document.write_text("".join(map(LINE.format, range(150))))
     folder = Path(environment["HOME"], ".local/state/hybrid/summaries")
@@ -154,12 +157,24 @@ def test_ctrl_c_says_how_to_go_on(options: tuple[str, ...], environment: dict[st
         [*HYBRID, "summarize", str(document), *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     wait_for_lines(program, folder, 3)
-    program.send_signal(signal.SIGINT)
+    program.send_signal(number)
     out, err = program.communicate(timeout=60)
-    assert program.returncode == 130, err
+    assert program.returncode == 128 + number, err
     assert out == b""
     assert b"--resume" in err
     assert b"Traceback" not in err
+
+
+def test_a_state_folder_that_cannot_be_used_costs_only_the_resuming(
+    run: Run, options: tuple[str, ...], environment: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("".join(map(LINE.format, range(60))))
+    Path(environment["HOME"], ".local").write_text("in the way, for root too")
+    for resume in ((), ("--resume",)):
+        done = run("summarize", tmp_path / "a.txt", *options, *resume)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+        assert done.stderr.count("No answer is saved on the way") == 1
 
 
 def test_several_files_make_a_summary_each_and_one_of_all(run: Run, options: tuple[str, ...], tmp_path: Path) -> None:
@@ -197,6 +212,7 @@ def test_several_files_make_a_summary_each_and_one_of_all(run: Run, options: tup
         ("a.txt", b"text", ("-o", "/nowhere/at/all"), "cannot be written"),
         ("a.txt", b"text " * 300, ("--strategy", "single"), "--strategy map-reduce"),
         ("a.txt", b"text " * 300, ("-c", "100"), "context of 100 tokens is too small"),
+        ("a.txt", b"text " * 300, ("-c", "1"), "context of 1 tokens is too small"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(

@@ -286,6 +286,9 @@ def test_the_table_fits_80_columns_and_what_does_not_fit_is_exit_code_2(run: Run
     ("arguments", "named"),
     [
         (["--shape", "layers=x"], "layers"),
+        (["--shape", "layers=2000000000"], "layers"),
+        (["--shape", f"layers={'9' * 5000}"], "layers"),
+        (["--shape", "layers=2", "--vram", "9" * 400], "amount of memory"),
         (["--shape", "layers=2", "--machine", "abacus"], "abacus"),
         (["--vram", "lots"], "lots"),
         (["--tpot", "0ms"], "0ms"),

@@ -154,6 +154,7 @@ class SummaryRun:
         if last:
             self._templates["single"] = self._templates["reduce"] = self._templates[last]
         self._checkpoint: Checkpoint | None = None
+        self._trouble = ""
         if checkpoint is not False:
             folder = checkpoint_folder() if checkpoint is True else Path(checkpoint)
             parts = {
@@ -164,8 +165,14 @@ class SummaryRun:
                 "version": __version__,
             }
             kept = {"curve": self._curve and self._curve.to_dict()}
-            self._checkpoint = Checkpoint(folder, document.name, parts, resume=resume, key=_key(document), kept=kept)
-            if (curve := self._checkpoint.kept["curve"]) is not None:  # drafts as before, wherever that was measured
+            try:
+                self._checkpoint = Checkpoint(
+                    folder, document.name, parts, resume=resume, key=_key(document), kept=kept
+                )
+                kept = self._checkpoint.kept
+            except OSError as e:
+                self._trouble = f"No answer is saved on the way, and none can be resumed: {e.strerror} ({folder})."
+            if (curve := kept["curve"]) is not None:  # drafts as before, wherever that was measured
                 self._curve = BatchCurve.from_dict(curve)
 
     def run(self) -> Summary:
@@ -190,6 +197,8 @@ class SummaryRun:
         if tokenizer.n_unspelled:
             report.notes.append(f"{tokenizer.n_unspelled} places hold characters that the model's tokens cannot spell.")
         text = strategies.run(chosen, setting, pieces)
+        if self._checkpoint is not None and self._checkpoint.trouble:
+            report.notes.append(self._checkpoint.trouble)
         report.n_levels = len(report.levels)
         report.wall_s = time.perf_counter() - start
         if report.n_tokens_read != report.n_tokens:
@@ -204,7 +213,8 @@ class SummaryRun:
     @property
     def notes(self) -> list[str]:
         """What a person should know before it begins (they are in the report, too)."""
-        return [*self._document.notes, *(self._checkpoint.notes if self._checkpoint is not None else ())]
+        trouble = [self._trouble] if self._trouble else []
+        return [*self._document.notes, *trouble, *(self._checkpoint.notes if self._checkpoint is not None else ())]
 
     @property
     def n_saved(self) -> int:

@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
@@ -52,9 +53,10 @@ class Checkpoint:
 
         Without `resume`, and where no run with the same parts was interrupted, it begins empty; an interrupted run is
         set aside until one is finished, for who only forgot to resume it. `notes` says what a person should know.
-        Raises BadRequestError while another process works on the same.
+        Raises BadRequestError while another process works on the same, OSError where the folder cannot be used.
         """
         self.notes: list[str] = []
+        self.trouble = ""
         self._answers: dict[str, tuple[str, Answer]] = {}
         self._head = {"format": FORMAT, **{key: _digest(value) for key, value in parts.items()}}
         self.kept = dict(kept or {})
@@ -64,9 +66,15 @@ class Checkpoint:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         self._file: IO[bytes] = os.fdopen(descriptor, "r+b")
         try:
+            self._begin(name, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, name: str, resume: bool) -> None:
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            self._file.close()
+        except BlockingIOError as e:
             raise BadRequestError(f"{name} is being summarised by another process right now.") from e
         if resume:
             self._take_back()
@@ -90,18 +98,28 @@ class Checkpoint:
         return answer if digest == job.digest else None
 
     def add(self, job: Job, answer: Answer) -> None:
-        """Save an answer; it is on the disk when this returns."""
-        self._answers[job.id] = job.digest, answer
-        self._append({"prompt": job.digest, **asdict(answer)})
+        """Save an answer; it is on the disk when this returns, unless `trouble` says that none is saved any more."""
+        if self.trouble:
+            return
+        try:
+            self._append({"prompt": job.digest, **asdict(answer)})
+        except OSError as e:  # a full disk is no reason to lose what is still to come
+            n = len(self)
+            saved = {0: "No answer is", 1: "Only one answer is"}.get(n, f"Only {n} answers are")
+            self.trouble = f"{saved} saved: {e.strerror} ({self.path.parent})."
+        else:
+            self._answers[job.id] = job.digest, answer
 
     def finish(self) -> None:
         """Forget this run and older ones of the same document."""
-        for path in self.path.parent.glob(f"{self._prefix}-*"):
-            path.unlink(missing_ok=True)
+        with suppress(OSError):  # what stays is forgotten by the next run
+            for path in self.path.parent.glob(f"{self._prefix}-*"):
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file, which stays. Harmless when repeated."""
-        self._file.close()
+        with suppress(OSError):  # what a full disk did not take
+            self._file.close()
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -49,12 +49,15 @@ MARKS = {"text": NONCHARACTERS[-1], "summary": NONCHARACTERS[-2]}
 GUARD = NONCHARACTERS[0]
 NONCHARACTER = re.compile(f"[{NONCHARACTERS[0]}-{NONCHARACTERS[-1]}]")
 FIELD = re.compile(rf"\{{({'|'.join(FIELDS)})\}}")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+"""What somebody who writes a template means to be replaced."""
 
 
 def read_prompts(folder: str | Path | None) -> dict[str, str]:
     """The templates, those of `folder` in place of the built-in ones.
 
-    Raises BadRequestError where the folder has none of them, or one that leaves the text out.
+    Raises BadRequestError where the folder has none of them, or one that leaves the text out or names a field that
+    there is not.
     """
     templates = dict(TEMPLATES)
     if folder is None:
@@ -74,6 +77,9 @@ def read_prompts(folder: str | Path | None) -> dict[str, str]:
                 raise BadRequestError(f"{path} must name {{{field}}} exactly once: the document's text goes there.")
         if name != "refine" and "{summary}" in text:
             raise BadRequestError(f"{path} names {{summary}}, which only refine.txt has.")
+        if unknown := next((word for word in PLACEHOLDER.findall(text) if word not in FIELDS), None):
+            known = ", ".join(f"{{{field}}}" for field in FIELDS)
+            raise BadRequestError(f"{path} names {{{unknown}}}, which is none of {known}.")
         templates[name] = text.strip("\n")
     return templates
 
