@@ -13,10 +13,12 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from hybrid.errors import BadRequestError
+from hybrid.head import graphs
 from hybrid.head.graphs import MAX_SHAPES
 from hybrid.head.head import Head
 from hybrid.head.kernels.choice import Kernels
 from hybrid.head.recorder import CudaRecorder, Recorder
+from hybrid.schedule import kv_tiers
 from scripts.graph_tape import Tape
 from tests.head.heads import relative, some_tokens
 from tests.head.kernels.test_head import MIXED, SMALL, compute
@@ -90,8 +92,49 @@ def test_replayed_steps_are_steps_whatever_the_kv_strategy(
     tape = recorder(device)
     compare(opened(tape, **STRATEGIES[strategy]), opened(None, **STRATEGIES[strategy]), STEPS)
     if isinstance(tape, Tape):
-        segments = 3 if strategy in ("attend", "tiered") else 2  # one a layer, or cut where the host attends
-        assert len(tape.recorded) == 3 * segments  # one token, one of either sequence, three
+        segments = 3 if strategy in ("attend", "tiered") else 1  # cut where the host attends, in two layers
+        shapes = 4 if strategy == "stream" else 3  # one token, one of either sequence, three; whose the copies are
+        assert len(tape.recorded) == shapes * segments
+
+
+def test_tiered_is_recorded_like_device_until_its_budget_is_full(
+    opened: Callable[..., Head], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then with the CPU in between, which attends to what has been moved."""
+    monkeypatch.setattr(kv_tiers, "SPILL_TOKENS", 4)
+    tape = recorder(device)
+    budget = 2 * 2 * 16 * 2 * 32 * 4  # layers, sequences, positions, K and V, values of four bytes
+    ours, theirs = (opened(how, n_layers=2, kv="tiered", kv_budget=budget) for how in (tape, None))
+    assert [kv.tier.device for kv in ours.cache.layers] == [16, 16]
+    compare(ours, theirs, [[(0, 13)], *[[(0, 1)]] * 6, [(1, 2)], [(1, 1)], [(0, 1)]])
+    assert ours.cache.moved == theirs.cache.moved
+    assert ours.cache.moved.to_device > 0
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 1 + 1 + 3  # one token: near, and far; two tokens
+
+
+def test_copies_are_recorded_for_buckets_and_rows_that_no_bucket_held_yet_are_seen(
+    opened: Callable[..., Head], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences grow through several buckets, beside each other and together; what is copied is whole buckets."""
+    monkeypatch.setattr(kv_tiers, "BUCKET_TOKENS", 4)
+    monkeypatch.setattr(graphs, "IDLE_STEPS", 3)
+    tape = recorder(device)
+    ours, theirs = (opened(how, n_layers=2, kv="stream") for how in (tape, None))
+    compare(ours, theirs, [[(0, 9)], *[[(0, 1)]] * 9, [(1, 2)], [(1, 1)], *[[(0, 1), (1, 1)]] * 3])
+    depth, moved = ours.cache.length(0), replace(ours.cache.moved)
+    assert depth == 21
+    for more in range(2):  # of one bucket, recorded for the first
+        placed = replace(ours.placement, n_sequences=1)
+        want = kv_tiers.step_traffic(ours.spec, placed, depth + more, recorded=True)
+        feed(ours, [(0, 1)], {0: depth + more})
+        times = 2 - more  # launched, then replayed
+        now = ours.cache.moved
+        assert (now.to_device - moved.to_device, now.to_host - moved.to_host) == (
+            times * want.to_device, times * want.to_host
+        )  # fmt: skip
+        assert want.to_device == 2 * 24 * 2 * 32 * 4  # layers, positions, K and V, values of four bytes
+        moved = replace(now)
 
 
 @pytest.mark.slow
