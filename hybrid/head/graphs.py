@@ -154,6 +154,49 @@ class Graphs:
         self._notes.append(f"Decode is launched kernel by kernel instead of as graphs, more slowly ({why}).")
 
 
+class OutputGraphs:
+    """The graphs of an output head, one for each number of rows."""
+
+    def __init__(
+        self,
+        output: Callable[[Tensor], Tensor],
+        n_most: int,
+        recorder: Recorder,
+        work: Workspace,
+        notes: list[str],
+    ) -> None:
+        """`output`: hidden states [m, n_embd] to logits [m, n_vocab], m <= n_most; the rest as of `Graphs`."""
+        self._output, self._recorder, self._work, self._notes = output, recorder, work, notes
+        self._n_most = min(n_most, FEW_TOKENS)
+        self._graphs: dict[int, tuple[Replay, Tensor, list[Tensor]]] = {}
+        self._held: list[Tensor] = []
+
+    def run(self, hidden: Tensor) -> Tensor | None:
+        """hidden [m, n_embd] on the device to logits [m, n_vocab]. None where that is not recorded."""
+        m = len(hidden)
+        if m not in self._graphs and (not 1 <= m <= self._n_most or len(self._graphs) == MAX_SHAPES):
+            return None
+        if m not in self._graphs:
+            return self._record(hidden.clone())
+        replay, given, made = self._graphs[m]
+        given.copy_(hidden)
+        replay()
+        return made[-1].clone()
+
+    def _record(self, given: Tensor) -> Tensor:
+        out, made = self._output(given), list[Tensor]()  # launched first: that compiles its kernels
+        replay = _recorded(self._recorder, lambda: made.append(self._output(given)))
+        if isinstance(replay, Exception):
+            self._n_most = 0
+            self._graphs.clear()
+            why = _reason(replay)
+            self._notes.append(f"The output head is launched kernel by kernel, more slowly ({why}).")
+        else:
+            self._graphs[len(given)] = replay, given, made
+            self._held.append(self._work.buffer)
+        return out
+
+
 def _recorded(recorder: Recorder, run: Callable[[], None]) -> Replay | Exception:
     """What was recorded and replayed once, or why it could not be: drivers raise what they like."""
     try:

@@ -94,7 +94,7 @@ def test_replayed_steps_are_steps_whatever_the_kv_strategy(
     if isinstance(tape, Tape):
         segments = 3 if strategy in ("attend", "tiered") else 1  # cut where the host attends, in two layers
         shapes = 4 if strategy == "stream" else 3  # one token, one of either sequence, three; whose the copies are
-        assert len(tape.recorded) == shapes * segments
+        assert len(tape.recorded) == shapes * segments + 1  # and the output head
 
 
 def test_tiered_is_recorded_like_device_until_its_budget_is_full(
@@ -110,7 +110,7 @@ def test_tiered_is_recorded_like_device_until_its_budget_is_full(
     assert ours.cache.moved == theirs.cache.moved
     assert ours.cache.moved.to_device > 0
     if isinstance(tape, Tape):
-        assert len(tape.recorded) == 1 + 1 + 3  # one token: near, and far; two tokens
+        assert len(tape.recorded) == 1 + 1 + 3 + 1  # one token: near, and far; two tokens; the output head
 
 
 def test_copies_are_recorded_for_buckets_and_rows_that_no_bucket_held_yet_are_seen(
@@ -161,7 +161,7 @@ def test_later_shapes_than_the_first_few_are_not_recorded(opened: Callable[..., 
     steps = [[(0, n)] for n in (2, 3, 4, 5, 6, 2, 5)]
     compare(opened(tape, n_layers=1), opened(None, n_layers=1), steps)
     if isinstance(tape, Tape):
-        assert len(tape.recorded) == MAX_SHAPES
+        assert len(tape.recorded) == MAX_SHAPES + 1
 
 
 def test_a_sequence_goes_on_after_what_is_not_recorded(opened: Callable[..., Head], device: torch.device) -> None:
@@ -177,6 +177,22 @@ def test_a_sequence_goes_on_after_what_is_not_recorded(opened: Callable[..., Hea
         head.cache.copy(0, 1, 4)
     rest = [feed(head, [(1, 1)], {1: 4}).cpu().numpy() for head in (ours, theirs)]
     assert relative(*rest) < 1e-5
+
+
+def test_the_output_head_is_recorded_too(opened: Callable[..., Head], device: torch.device) -> None:
+    """For one row and for two; what it returned is not overwritten."""
+    tape = recorder(device)
+    ours, theirs = (opened(how, n_layers=1) for how in (tape, None))
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 2  # when the model was loaded: a token, and the row of its logits
+    hidden = torch.from_numpy(np.random.default_rng(0).standard_normal((8, 64), np.float32)).to(device)
+    parts = [hidden[:1], hidden[1:2], hidden[2:4], hidden[4:6], hidden[6:7]]
+    got = [ours.logits(part) for part in parts]
+    for logits, part in zip(got, parts, strict=True):
+        assert relative(logits.cpu().numpy(), theirs.logits(part).cpu().numpy()) < 1e-5
+    assert ours.notes == theirs.notes == []
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 3
 
 
 class Refusing(Tape):
