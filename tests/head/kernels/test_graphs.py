@@ -116,11 +116,12 @@ def test_tiered_is_recorded_like_device_until_its_budget_is_full(
 def test_copies_are_recorded_for_buckets_and_rows_that_no_bucket_held_yet_are_seen(
     opened: Callable[..., Head], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two sequences grow through several buckets, beside each other and together; what is copied is whole buckets."""
+    """Two sequences grow through several buckets, beside each other and together; what is copied is whole buckets. In
+    three layers, of which two share a buffer."""
     monkeypatch.setattr(kv_tiers, "BUCKET_TOKENS", 4)
     monkeypatch.setattr(graphs, "IDLE_STEPS", 3)
     tape = recorder(device)
-    ours, theirs = (opened(how, n_layers=2, kv="stream") for how in (tape, None))
+    ours, theirs = (opened(how, n_layers=3, kv="stream") for how in (tape, None))
     compare(ours, theirs, [[(0, 9)], *[[(0, 1)]] * 9, [(1, 2)], [(1, 1)], *[[(0, 1), (1, 1)]] * 3])
     depth, moved = ours.cache.length(0), replace(ours.cache.moved)
     assert depth == 21
@@ -133,7 +134,7 @@ def test_copies_are_recorded_for_buckets_and_rows_that_no_bucket_held_yet_are_se
         assert (now.to_device - moved.to_device, now.to_host - moved.to_host) == (
             times * want.to_device, times * want.to_host
         )  # fmt: skip
-        assert want.to_device == 2 * 24 * 2 * 32 * 4  # layers, positions, K and V, values of four bytes
+        assert want.to_device == 3 * 24 * 2 * 32 * 4  # layers, positions, K and V, values of four bytes
         moved = replace(now)
 
 
@@ -209,21 +210,32 @@ class Refusing(Tape):
         return super().record(run)
 
 
-@pytest.mark.parametrize("n", [pytest.param(0, marks=SLOW), 1, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("n", "strategy", "output"),
+    [
+        pytest.param(0, "device", False, marks=SLOW),
+        (1, "attend", False),
+        pytest.param(2, "device", True, marks=SLOW),
+    ],
+)
 def test_where_recording_fails_the_step_is_right_and_a_sentence_says_so(
-    n: int, opened: Callable[..., Head], device: torch.device
+    n: int, strategy: str, output: bool, opened: Callable[..., Head], device: torch.device
 ) -> None:
-    """At the first segment, in the middle of a step, or when a later shape is recorded."""
+    """At the first segment, in the middle of a step, or when a later shape is recorded, behind the output head."""
     if device.type == "cuda":
         pytest.skip("the tape is the CPU's")
-    ours, theirs = opened(Refusing(n)), opened(None)
+    ours, theirs = (opened(how, **STRATEGIES[strategy]) for how in (Refusing(n), None))
     ends, their_ends = {0: 0, 1: 0}, {0: 0, 1: 0}
     for batch in STEPS[:6]:
         assert relative(feed(ours, batch, ends).numpy(), feed(theirs, batch, their_ends).numpy()) < 1e-5
-    assert ours.notes == [
-        "Decode is launched kernel by kernel instead of as graphs, more slowly (RuntimeError: operation not permitted "
-        "when stream is capturing)."
-    ]
+    why = "(RuntimeError: operation not permitted when stream is capturing)."
+    assert (
+        ours.notes
+        == [
+            f"Decode is launched kernel by kernel instead of as graphs, more slowly {why}",
+            f"The output head is launched kernel by kernel, more slowly {why}",
+        ][: 1 if output else 2]
+    )
 
 
 def test_what_torch_has_to_compute_is_not_recorded(
