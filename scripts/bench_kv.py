@@ -97,7 +97,7 @@ def row(spec: ModelSpec, head: Head, depth: int, found: list[tuple[float, int, i
     """What one strategy did at one depth, beside the arithmetic."""
     seconds = [s for s, _, _ in found]
     moved = {(to_device, to_host) for _, to_device, to_host in found}
-    wanted = step_traffic(spec, head.placement, depth)
+    wanted = step_traffic(spec, head.placement, depth, recorded=head.compute.recorder is not None)
     return {
         "placement": head.placement.to_dict(),
         "depth": depth,

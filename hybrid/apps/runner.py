@@ -47,6 +47,7 @@ def run_trial(condition: Condition, *, timeout_s: float | None = None, on_stage:
         warmup_s=found["warmup_s"],
         ttft_s=tuple(found["ttft_s"]),
         decode_s=tuple(found["decode_s"]),
+        launch_s=found.get("launch_s"),
         moved_bytes=found["moved_bytes"],
         tokens=tuple(found["tokens"]),
         memory=PeakMemory(**found["memory"]),

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
 from hybrid.head.feed_forward import feed_forward
-from hybrid.head.kv.base import KVCache
+from hybrid.head.kv.base import QKV, KVCache
 from hybrid.head.loading import LayerWeights, Loader
 from hybrid.head.norm import Norm, add_and_norm, make_norm, same
 from hybrid.head.rope import Rotation
@@ -39,7 +39,7 @@ class Attention:
         self.sinks = weights.vector("attn_sinks.weight")
         self.output = weights.linear("attn_output")
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, rotations: Rotations) -> QKV:
         """x [n_tokens, n_embd], normalised, to queries, keys and values [n_tokens, heads, head_dim], unrotated."""
         spec, n = self.spec, x.shape[0]
         rows = [row for joined in self.qkv for row in joined(x)]
@@ -51,11 +51,7 @@ class Attention:
         v = v.view(n, spec.n_kv_heads, spec.head_dim_v)
         if spec.normalised_values:
             v = F.rms_norm(v, v.shape[-1:], None, self.eps)
-        return q, k, v
-
-    def rotation(self, rotations: Rotations) -> Rotation | None:
-        """What these queries and keys are turned by."""
-        return None if self.spec.rope is None else rotations[self.spec.rope]
+        return QKV(q, k, v, self.sinks, None if spec.rope is None else rotations[spec.rope])
 
 
 @dataclass
@@ -115,9 +111,7 @@ def run(
         if not last:
             cache.prefetch(layer + 1, positions, seqs)
         attention = block.attention
-        rows = attention.project(stream.x)
-        out = cache.attend(layer, *rows, positions, seqs, attention.sinks, attention.rotation(rotations))
-        del rows
+        out = cache.attend(layer, attention.project(stream.x, rotations), positions, seqs)
         out = attention.output(out.flatten(1))
         block.finish(stream, out, same if last else blocks[layer + 1].attn_norm)
     return stream.h

@@ -14,13 +14,12 @@ from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.head.decoder import Block, Rotations, run
 from hybrid.head.device import Compute, allocating, limit_memory, open_device
 from hybrid.head.embedding import TokenEmbedding
-from hybrid.head.graphs import Graphs
+from hybrid.head.graphs import Graphs, OutputGraphs
 from hybrid.head.kernels.formats import FEW_TOKENS
 from hybrid.head.kv.cache import LayeredKVCache, open_cache
-from hybrid.head.linear import QuantLinear
 from hybrid.head.loading import Loader
 from hybrid.head.memory import LiveBytes
-from hybrid.head.norm import Norm, make_norm
+from hybrid.head.output import OUTPUT, OutputHead
 from hybrid.head.rope import Rope
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec, RopeSpec
@@ -28,8 +27,6 @@ from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.placement import Placement
 
 Ints = npt.NDArray[np.integer]
-OUTPUT = ("output_norm.weight", "output_norm.bias", "output.bias")
-"""What the output head has besides its matrix."""
 CPU = torch.device("cpu")
 N_CTX_STEP = 256
 """llama.cpp rounds a context up to a multiple of it."""
@@ -91,24 +88,20 @@ class Head:
             n_ctx = llama_n_ctx(placement)
             self._ropes = {layer.rope: _rope(file, layer.rope, n_ctx) for layer in layers if layer.rope is not None}
             self._blocks = [Block(i, layer, loader, spec.norm_eps) for i, layer in enumerate(layers)]
-            self._output_norm: Norm | None = None
-            self._output: QuantLinear | None = None
-            if k == spec.n_layers:
-                norm, bias = (
-                    loader.vector(spec.weights[name]) if name in spec.weights else None
-                    for name in ("output_norm.weight", "output_norm.bias")
-                )
-                self._output_norm = make_norm(spec.norm, norm, bias, spec.norm_eps)
-                self._output = loader.linear(spec.output_tensor, spec.weights.get("output.bias"))
+            self._output = OutputHead(spec, loader) if k == spec.n_layers else None
             loader.close()
         self.weight_bytes = loader.device_bytes
         """Device bytes of the weights as they are held."""
         self._graphs: Graphs | None = None
+        self._output_graphs: OutputGraphs | None = None
         if self.compute.kernels is not None:
             self._try_kernels()
         self.notes = [*loader.notes, *self.cache.notes, *(self.compute.kernels.notes if self.compute.kernels else ())]
         if self.compute.kernels is not None and self.compute.recorder is not None:
             self._graphs = Graphs(self._blocks, self.cache, self.compute.recorder, self._work, self.notes)
+            if self._output is not None:
+                n = placement.n_outputs
+                self._output_graphs = OutputGraphs(self._output, n, self.compute.recorder, self._work, self.notes)
             self._try_tokens(1)
 
     @torch.inference_mode()
@@ -133,15 +126,12 @@ class Head:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [m, n_embd] after the last layer to [m, n_vocab] float32 on the device. Only at k = L."""
-        if self._output is None or self._output_norm is None:
+        if self._output is None:
             raise BadRequestError("The output head is not on the GPU: it is only with all layers (-ngl all).")
         with self._computing(len(hidden)):
-            out = self._output(self._output_norm(hidden.to(self.compute.device)))
-            if self.spec.logit_scale != 1.0:
-                out.mul_(self.spec.logit_scale)
-            if cap := self.spec.logit_softcap:
-                out.div_(cap).tanh_().mul_(cap)
-            return out
+            hidden = hidden.to(self.compute.device)
+            out = None if self._output_graphs is None else self._output_graphs.run(hidden)
+            return self._output(hidden) if out is None else out
 
     @property
     def nbytes(self) -> int:
@@ -155,10 +145,9 @@ class Head:
         if self._closed:
             return
         self._closed = True
-        self._graphs = None
+        self._graphs = self._output_graphs = self._output = None
         self._blocks.clear()
         self._ropes.clear()
-        self._output = self._output_norm = None
         self.cache.close()
         del self._embedding, self._work, self.cache
         if self.compute.device.type == "cuda":

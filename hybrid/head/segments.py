@@ -1,22 +1,26 @@
 """One step of decode cut into segments: what the device does, to be recorded and replayed, and what the host does in
-between at every step (the cache's bookkeeping, copies over the bus, the CPU's attention).
+between at every step (the CPU's attention, the cache's bookkeeping).
 
-There is one segment a layer: the whole layer where it attends on the device, otherwise what lies between the attention
-of one layer and that of the next. Where the tokens are, a segment reads from the device's memory alone.
+A segment goes as far as the device can without the host: through all layers that attend on the device, copies of what
+they see included, and otherwise from the attention of one layer to that of the next. Where the tokens are, it reads
+from the device's memory alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from hybrid.head.decoder import Block, Rotations, Stream
-from hybrid.head.kv.cache import LayeredKVCache
+from hybrid.head.decoder import Block, Stream
+from hybrid.head.kv.base import QKV
+from hybrid.head.kv.cache import LayeredKVCache, Recorded
 from hybrid.head.kv.device import OnDevice
-from hybrid.head.kv.layer import LayerKV, Stretch
+from hybrid.head.kv.layer import LayerKV, Stretch, locations
+from hybrid.head.kv.tiered import TieredLayer
 from hybrid.head.norm import Norm, same
 from hybrid.head.rope import Rotation
 from hybrid.model.spec import RopeSpec
@@ -28,10 +32,10 @@ Stretches = Sequence[Stretch]
 class State(Stream):
     """What a part of a step leaves to the next."""
 
-    rows: tuple[Tensor, Tensor, Tensor] | None = None
-    """Queries, keys and values of a layer whose attention is the host's affair."""
+    qkv: QKV | None = None
+    """Of a layer whose attention is the host's affair."""
     out: Tensor | None = None
-    """What it made of them."""
+    """What attention made of them."""
 
 
 Part = Callable[[State], None]
@@ -58,46 +62,53 @@ Host = Callable[[State, Stretches], None]
 class Inputs:
     """Memory on the device that the segments of steps of one shape read: what differs from step to step."""
 
-    def __init__(self, shape: Sequence[int], n_ctx: int, n_embd: int, device: torch.device) -> None:
-        """`shape`: the tokens of each stretch."""
-        self.h = torch.zeros(sum(shape), n_embd, device=device)
+    def __init__(self, shape: Sequence[Recorded], n_embd: int, device: torch.device) -> None:
+        """`shape`: what the part of each stretch is recorded for."""
+        self.h = torch.zeros(sum(part.n for part in shape), n_embd, device=device)
+        self.near = all(part.near for part in shape)
         self.rotations: dict[RopeSpec, Rotation] = {}
         self._where = torch.zeros(len(shape), 2, dtype=torch.int32, device=device)
-        starts = [sum(shape[:i]) for i in range(len(shape))]
+        ends = accumulate(part.n for part in shape)
         self.stretches = [
-            Stretch(0, n_ctx - n, slice(start, start + n), where, recorded=True)
-            for n, start, where in zip(shape, starts, self._where, strict=True)
+            Stretch(part.seq, part.last, slice(end - part.n, end), where, recorded=True)
+            for part, end, where in zip(shape, ends, self._where, strict=True)
         ]
         """As far as the host may know them."""
 
-    def write(self, h: Tensor, rotations: Mapping[RopeSpec, Rotation], stretches: Stretches) -> None:
-        """Of a step: embeddings [n_tokens, n_embd], and where its tokens are. `rotations` lie on the host."""
+    def write(self, h: Tensor, rotations: Mapping[RopeSpec, Rotation], stretches: Stretches) -> Stretches:
+        """Of a step: embeddings [n_tokens, n_embd], and where its tokens are, which the stretches that it returns know
+        on the device too. `rotations` lie on the host."""
         self.h.copy_(h)
-        where = torch.tensor([[stretch.p0, stretch.seq] for stretch in stretches], dtype=torch.int32)
-        self._where.copy_(where, non_blocking=True)  # out of ordinary memory: it has been read when this returns
+        self._where.copy_(locations(stretches), non_blocking=True)  # out of ordinary memory: read when this returns
         for spec, now in rotations.items():
             if spec not in self.rotations:
                 self.rotations[spec] = now.map(lambda part: torch.empty_like(part, device=self.h.device))
             for held, part in zip(self.rotations[spec].parts, now.parts, strict=True):
                 held.copy_(part, non_blocking=True)
+        return [replace(stretch, where=where) for stretch, where in zip(stretches, self._where, strict=True)]
 
 
 def cut(blocks: Sequence[Block], cache: LayeredKVCache, inputs: Inputs) -> list[Segment | Host]:
     """A step through all blocks, from the state whose residual stream is `inputs.h`."""
-    step: list[Segment | Host] = [_fetch(cache, 0)]
-    parts: list[Part] = [_opening(blocks[0])]
+    n = inputs.h.shape[0]
+    step: list[Segment | Host] = [lambda state, stretches: cache.enter(stretches)]
+    parts: list[Part] = [lambda state: cache.begin(), _fetch(cache, 0, inputs), _opening(blocks[0])]
     for layer, (block, kv) in enumerate(zip(blocks, cache.layers, strict=True)):
         last = layer + 1 == len(blocks)
-        following = same if last else blocks[layer + 1].attn_norm
         if not last:
-            step.append(_fetch(cache, layer + 1))
-        if isinstance(kv, OnDevice):
-            step += [_enter(kv), Segment([*parts, _whole(block, kv, inputs, following)]), _leave(kv)]
-            parts = []
+            parts.append(_fetch(cache, layer + 1, inputs))
+        if isinstance(kv, OnDevice) or (isinstance(kv, TieredLayer) and inputs.near):
+            parts.append(_attend(block, kv, inputs))
         else:
-            step += [Segment([*parts, _until(block, kv, inputs.rotations)]), _attend(block, kv)]
-            parts = [_behind(block, following)]
-    return [*step, Segment(parts)] if parts else step
+            if isinstance(kv, TieredLayer) and kv.asks:
+                before, between, *after = _ask(block, kv, inputs)
+            else:
+                before, between, *after = _follow(block, kv, inputs)
+            step += [Segment([*parts, before]), between]
+            parts = list(after)
+        parts.append(_behind(block, same if last else blocks[layer + 1].attn_norm))
+    parts.append(lambda state: cache.end(n))
+    return [*step, Segment(parts), lambda state, stretches: cache.leave(stretches)]
 
 
 def _opening(block: Block) -> Part:
@@ -107,24 +118,40 @@ def _opening(block: Block) -> Part:
     return part
 
 
-def _whole(block: Block, kv: OnDevice, inputs: Inputs, following: Norm) -> Part:
-    attention = block.attention
+def _fetch(cache: LayeredKVCache, layer: int, inputs: Inputs) -> Part:
+    return lambda state: cache.fetch(layer, inputs.stretches)
 
+
+def _attend(block: Block, kv: OnDevice | TieredLayer, inputs: Inputs) -> Part:
     def part(state: State) -> None:
-        rows = attention.project(state.x)
-        out = kv.compute(inputs.stretches, *rows, attention.sinks, attention.rotation(inputs.rotations))
-        block.finish(state, attention.output(out.flatten(1)), following)
+        state.out = kv.attend(inputs.stretches, block.attention.project(state.x, inputs.rotations))
 
     return part
 
 
-def _until(block: Block, kv: LayerKV, rotations: Rotations) -> Part:
-    attention = block.attention
+def _ask(block: Block, kv: TieredLayer, inputs: Inputs) -> tuple[Part, Host, Part]:
+    def ask(state: State) -> None:
+        kv.ask(kv.prepare(block.attention.project(state.x, inputs.rotations)))
 
-    def part(state: State) -> None:
-        state.rows = kv.prepare(*attention.project(state.x), attention.rotation(rotations))
+    def answer(state: State, stretches: Stretches) -> None:
+        kv.answer(stretches, block.attention.sinks)
 
-    return part
+    def receive(state: State) -> None:
+        state.out = kv.receive(inputs.h.shape[0])
+
+    return ask, answer, receive
+
+
+def _follow(block: Block, kv: LayerKV, inputs: Inputs) -> tuple[Part, Host]:
+    def prepare(state: State) -> None:
+        state.qkv = kv.prepare(block.attention.project(state.x, inputs.rotations))
+
+    def follow(state: State, stretches: Stretches) -> None:
+        assert state.qkv is not None
+        out = kv.follow(stretches, state.qkv)
+        state.out = out if state.out is None else state.out.copy_(out)
+
+    return prepare, follow
 
 
 def _behind(block: Block, following: Norm) -> Part:
@@ -134,24 +161,3 @@ def _behind(block: Block, following: Norm) -> Part:
         block.finish(state, out, following)
 
     return part
-
-
-def _fetch(cache: LayeredKVCache, layer: int) -> Host:
-    return lambda state, stretches: cache.fetch(layer, stretches)
-
-
-def _enter(kv: OnDevice) -> Host:
-    return lambda state, stretches: kv.enter(stretches)
-
-
-def _leave(kv: OnDevice) -> Host:
-    return lambda state, stretches: kv.leave(stretches)
-
-
-def _attend(block: Block, kv: LayerKV) -> Host:
-    def host(state: State, stretches: Stretches) -> None:
-        assert state.rows is not None
-        out = kv.follow(stretches, *state.rows, block.attention.sinks)
-        state.out = out if state.out is None else state.out.copy_(out)
-
-    return host

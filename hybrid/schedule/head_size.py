@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hybrid.model.records import TensorInfo
 from hybrid.model.spec import LayerSpec, ModelSpec
 from hybrid.schedule.kv_size import cached_tokens, kv_bytes_per_token
-from hybrid.schedule.kv_tiers import CONVERT_BYTES, SHORT_TOKENS, Tiers, tiers
+from hybrid.schedule.kv_tiers import CONVERT_BYTES, RECORDED_TOKENS, SHORT_TOKENS, Tiers, tiers
 from hybrid.schedule.placement import Placement
 
 QUANTISED = frozenset({0, 1, 2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 30, 39})
@@ -119,10 +119,16 @@ GRAPH_SHAPES = 4
 """Shapes of steps that are recorded, at most (`hybrid.head.graphs`)."""
 
 
-def graph_bytes(placement: Placement) -> int:
-    """Graphs of decode, which only CUDA devices have."""
-    on_cuda = placement.device.split(":")[0] == "cuda"
-    return GRAPH_SHAPES * GRAPH_BYTES * placement.n_gpu_layers if on_cuda else 0
+def graph_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """Graphs of decode, which only CUDA devices have, and of the output head, which keep what goes in and comes out."""
+    if placement.device.split(":")[0] != "cuda":
+        return 0
+    layers = GRAPH_SHAPES * GRAPH_BYTES * placement.n_gpu_layers
+    if placement.n_gpu_layers < spec.n_layers:
+        return layers
+    n = min(placement.n_outputs, RECORDED_TOKENS)
+    shapes = range(n, max(0, n - GRAPH_SHAPES), -1)
+    return layers + sum(GRAPH_BYTES + 4 * m * (spec.n_vocab + 2 * spec.n_embd) for m in shapes)
 
 
 BF16 = 30

@@ -19,6 +19,13 @@ SHORT_TOKENS = 8
 """Tokens of one sequence up to which the CPU attends to what lies in host memory; of more, each row it would read is
 used so often that bringing the rows to the device is right."""
 
+RECORDED_TOKENS = 8
+"""Tokens of the largest step of decode that is recorded (`hybrid.head.kernels.formats.FEW_TOKENS`)."""
+BUCKET_TOKENS = 256
+"""Rows by which the copies of `stream` grow where they are recorded, at least."""
+BUCKETS_AN_OCTAVE = 8
+"""Numbers of rows that recorded copies come in, of each power of two: at most an eighth is copied for nothing."""
+
 
 @dataclass(frozen=True)
 class Tiers:
@@ -88,24 +95,34 @@ def _recent(moving: Sequence[tuple[int, int]], budget: int | None, n_ctx: int) -
 def kv_staging(layers: Sequence[LayerSpec], placement: Placement) -> tuple[int, int]:
     """Bytes of the buffers that K and V of the head's layers pass through, on the device and in host memory.
 
-    stream: two buffers that take turns, each as large as its largest user. attend, tiered: two blocks of rows on the
-    device; in host memory the queries of a short batch, and what the CPU makes of them.
+    stream: two buffers that take turns, each as large as its largest user, and on CUDA, where decode is recorded, the
+    new rows of a step on either side. attend, tiered: two blocks of rows on the
+    device; in host memory the queries and rows of a short batch, and what the CPU makes of them.
     """
     far = [(layer, tier.host) for layer, tier in zip(layers, tiers(layers, placement), strict=True) if tier.host]
     if not far:
         return 0, 0
     if placement.kv == "stream":
         sizes = [layer_kv_bytes(layer, placement) for layer, _ in far]
-        return sum(max(turn, default=0) for turn in (sizes[0::2], sizes[1::2])), 0
+        rows = sum(kv_bytes_per_token(layer, placement.kv_dtype) for layer, _ in far)
+        mail = RECORDED_TOKENS * rows if placement.device.split(":")[0] == "cuda" else 0
+        return sum(max(turn, default=0) for turn in (sizes[0::2], sizes[1::2])) + mail, mail
     blocks = [min(room, block_tokens(layer)) * kv_bytes_per_token(layer, placement.kv_dtype) for layer, room in far]
     queries = max(layer.n_heads * layer.head_dim_k for layer, _ in far)
     results = max(layer.n_heads * (layer.head_dim_v + 1) for layer, _ in far)
-    return 2 * max(blocks), 4 * SHORT_TOKENS * placement.n_sequences * (queries + results)
+    rows = max(kv_bytes_per_token(layer, placement.kv_dtype) for layer, _ in far)
+    return 2 * max(blocks), SHORT_TOKENS * placement.n_sequences * (4 * (queries + results) + rows)
 
 
 def block_tokens(layer: LayerSpec) -> int:
     """Keys that are converted, or fetched from host memory, at a time."""
     return max(1, CONVERT_BYTES // (4 * (layer.n_embd_k + layer.n_embd_v)))
+
+
+def bucket_tokens(n: int) -> int:
+    """Rows of a sequence that a recorded step of `stream` brings to the device where its tokens see n."""
+    step = max(BUCKET_TOKENS, (1 << n.bit_length() >> 1) // BUCKETS_AN_OCTAVE)
+    return -(-max(1, n) // step) * step
 
 
 @dataclass(frozen=True)
@@ -119,17 +136,19 @@ class Traffic:
         return Traffic(self.to_device + other.to_device, self.to_host + other.to_host)
 
 
-def step_traffic(spec: ModelSpec, placement: Placement, depth: int) -> Traffic:
-    """What one step of decode moves for the head's KV cache: every sequence gets a token after `depth` of them."""
+def step_traffic(spec: ModelSpec, placement: Placement, depth: int, recorded: bool = False) -> Traffic:
+    """What one step of decode moves for the head's KV cache: every sequence gets a token after `depth` of them.
+    `recorded`: whether the step is, as it is on CUDA."""
     head = spec.layers[: placement.n_gpu_layers]
     found = zip(head, tiers(head, placement), strict=True)
-    return sum((layer_traffic(layer, tier, placement, depth) for layer, tier in found), Traffic())
+    return sum((layer_traffic(layer, tier, placement, depth, recorded) for layer, tier in found), Traffic())
 
 
-def layer_traffic(layer: LayerSpec, tier: Tiers, placement: Placement, depth: int) -> Traffic:
+def layer_traffic(layer: LayerSpec, tier: Tiers, placement: Placement, depth: int, recorded: bool = False) -> Traffic:
     """One layer's share of `step_traffic`.
 
-    stream: what the token sees comes, its own row goes. Otherwise, where it sees rows on the host: its query goes and
+    stream: what the token sees comes, its own row goes; `recorded`, a whole bucket of the layer's room comes, from the
+    start of the context or of the ring on. Otherwise, where it sees rows on the host: its query goes and
     attention's output comes, in float32, with a log-sum-exp a head where the device attends too; and rows that have
     no room on the device (any more) go.
     """
@@ -137,7 +156,10 @@ def layer_traffic(layer: LayerSpec, tier: Tiers, placement: Placement, depth: in
         return Traffic()
     row, sequences = kv_bytes_per_token(layer, placement.kv_dtype), placement.n_sequences
     if placement.kv == "stream":
-        return Traffic(sequences * visible_tokens(layer, depth) * row, sequences * row)
+        seen = visible_tokens(layer, depth)
+        if recorded:
+            seen = min(bucket_tokens(depth), placement.n_ctx - 1, cached_tokens(layer, placement))
+        return Traffic(sequences * seen * row, sequences * row)
     before, after = tier.split(depth), tier.split(depth + 1)
     to_host = (after - before) * row
     to_device = 0

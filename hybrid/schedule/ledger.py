@@ -157,7 +157,7 @@ def ledger_of(spec: ModelSpec, placement: Placement) -> Ledger:
             kv=tuple(size for size in on_device if size),
             activations=head_size.activation_bytes(spec, placement),
             workspace=head_size.workspace_bytes(spec, placement),
-            graphs=head_size.graph_bytes(placement),
+            graphs=head_size.graph_bytes(spec, placement),
             staging=passing,
             runtime=CUDA_CONTEXT_BYTES if gpu and device.startswith("cuda") else 0,
         ),

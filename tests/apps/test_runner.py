@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from hybrid.apps import runner
 from hybrid.apps.runner import run_calibration, run_task, run_trial
 from hybrid.apps.worker import failure_kind
 from hybrid.errors import (
@@ -26,7 +27,7 @@ from hybrid.errors import (
 )
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.report.trial import LEAST_DECODED, Condition
+from hybrid.report.trial import LEAST_DECODED, Condition, Trial
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from tests.tiny import write_tiny
@@ -48,6 +49,19 @@ def condition(model: Path, k: int, **other: Any) -> Condition:
 def needed(model: Path, placement: Placement) -> int:
     with ModelFile(model) as file:
         return ledger_of(read_spec(file), placement).vram_bytes
+
+
+@pytest.mark.parametrize("launch", [{}, {"launch_s": None}, {"launch_s": 0.002}])
+def test_launch_overhead_goes_from_the_worker_to_the_table(
+    launch: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where somebody has measured it."""
+    said = {"load_s": 1.0, "warmup_s": 1.0, "ttft_s": [1.0], "decode_s": [0.1], "moved_bytes": 0.0, "tokens": [1]}
+    said |= {"memory": {"host_bytes": 1}, "versions": {}, **launch}
+    monkeypatch.setattr(runner, "run_task", lambda *args, **more: runner.Outcome(said, None, 1.0))
+    trial = run_trial(condition(model, 2))
+    assert trial.launch_s == launch.get("launch_s")
+    assert Trial.from_dict(trial.to_dict()) == trial
 
 
 def test_a_run_has_its_figures_apart_and_the_tokens_it_made(model: Path) -> None:

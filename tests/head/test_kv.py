@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hybrid.errors import BadRequestError, OutOfMemoryError
 from hybrid.head import attention
 from hybrid.head.kv import host
-from hybrid.head.kv.base import KVCache
+from hybrid.head.kv.base import QKV, KVCache
 from hybrid.head.kv.bus import Bus
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.memory import LiveBytes
@@ -91,7 +91,7 @@ def feed(
         k = rng.standard_normal((total, 2, 8)).astype(np.float32)
         v = rng.standard_normal((total, 2, 4)).astype(np.float32)
         cache.prefetch(i, positions, seqs)
-        got = cache.attend(i, *map(torch.from_numpy, (q, k, v)), positions, seqs).numpy()
+        got = cache.attend(i, QKV(*map(torch.from_numpy, (q, k, v))), positions, seqs).numpy()
         if oracle is None:
             continue
         start = 0
@@ -198,7 +198,7 @@ def test_a_forward_that_stopped_between_layers_can_be_trimmed_away() -> None:
     cache, rng, oracle = open_cache(LAYERS, PLACEMENT, CPU), np.random.default_rng(0), Everything()
     feed(cache, [(0, 0, 5)], rng, oracle)
     x = torch.ones(2, 4, 8), torch.ones(2, 2, 8), torch.ones(2, 2, 4)
-    cache.attend(0, *x, torch.tensor([5, 6]), torch.tensor([0, 0]))
+    cache.attend(0, QKV(*x), torch.tensor([5, 6]), torch.tensor([0, 0]))
     assert cache.trim(0, 5) == 5
     feed(cache, [(0, 5, 3)], rng, oracle)
 

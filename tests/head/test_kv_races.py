@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import KVDtype, Placement
@@ -54,9 +55,9 @@ def late(placed: Placement, feeds: list[list[tuple[int, int]]], specs: list[Laye
                 torch.randn(len(seqs), heads, dim, generator=random)
                 for heads, dim in ((spec.n_heads, 32), (spec.n_kv_heads, 32), (spec.n_kv_heads, 64))
             )
-            want = theirs.attend(i, q, k, v, positions, seqs)
+            want = theirs.attend(i, QKV(q, k, v), positions, seqs)
             with witness:
-                got = ours.attend(i, q, k, v, positions, seqs)
+                got = ours.attend(i, QKV(q, k, v), positions, seqs)
             right = right and bool((got - want).abs().max() < 1e-4)  # NaN is not
         if turn % 3 == 2:  # what the host does between: it waits for all that is under way
             for cache in (ours, theirs):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hybrid.errors import BadRequestError
 from hybrid.head import attention
 from hybrid.head.kv import host, tiered
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.bus import Moved
 from hybrid.head.kv.cache import LayeredKVCache, open_cache
 from hybrid.model.spec import FfnSpec, LayerSpec
@@ -106,7 +107,7 @@ class Pair:
             for cache in self.caches:
                 if i + 1 < len(self.specs):
                     cache.prefetch(i + 1, positions, seqs)
-            want, got = (cache.attend(i, q, k, v, positions, seqs, self.sinks[i]) for cache in self.caches)
+            want, got = (cache.attend(i, QKV(q, k, v, self.sinks[i]), positions, seqs) for cache in self.caches)
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
     def decode(self) -> None:

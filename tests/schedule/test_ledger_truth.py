@@ -14,7 +14,7 @@ from hybrid.head import attention, device, graphs
 from hybrid.head.activation import gelu
 from hybrid.head.dequant import SUPPORTED
 from hybrid.head.device import Compute
-from hybrid.head.kernels.formats import Planes
+from hybrid.head.kernels.formats import FEW_TOKENS, Planes
 from hybrid.head.kv.cache import open_cache
 from hybrid.head.linear import QuantLinear, Workspace
 from hybrid.head.memory import LiveBytes
@@ -22,7 +22,7 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.model.ggml_types import GGML_TYPES
 from hybrid.model.spec import ModelSpec
-from hybrid.schedule import head_size
+from hybrid.schedule import head_size, kv_tiers
 from hybrid.schedule.kv_size import kv_bytes, llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KV_STRATEGIES, KVDtype, KVStrategy, Placement
@@ -60,6 +60,7 @@ def test_the_constants_are_the_heads_own() -> None:
     assert attention.CONVERT_BYTES == head_size.CONVERT_BYTES
     assert SUPPORTED == head_size.QUANTISED
     assert graphs.MAX_SHAPES == head_size.GRAPH_SHAPES
+    assert FEW_TOKENS == kv_tiers.RECORDED_TOKENS
 
 
 def measure_head(file: ModelFile, placement: Placement) -> int:

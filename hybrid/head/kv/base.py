@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,6 +12,26 @@ from hybrid.head.kv.bus import Moved
 from hybrid.head.rope import Rotation
 
 
+@dataclass(frozen=True)
+class QKV:
+    """What the tokens of a batch bring to the attention of a layer, on the device."""
+
+    q: Tensor
+    """[n_tokens, n_heads, head_dim_k] float32."""
+    k: Tensor
+    """[n_tokens, n_kv_heads, head_dim_k], likewise `v` with head_dim_v: float32, or rows as they are stored."""
+    v: Tensor
+    sinks: Tensor | None = None
+    """[n_heads] float32: the score of a key that every query sees and whose value is zero."""
+    rotation: Rotation | None = None
+    """What q and k have yet to be turned by."""
+
+    def of(self, rows: slice) -> QKV:
+        """That of these tokens."""
+        rotation = None if self.rotation is None else self.rotation.of(rows)
+        return QKV(self.q[rows], self.k[rows], self.v[rows], self.sinks, rotation)
+
+
 class KVCache(Protocol):
     """Keys and values of the head's layers, for `n_sequences` sequences.
 
@@ -18,24 +39,11 @@ class KVCache(Protocol):
     Sequences are numbered from 0; positions within a sequence are contiguous from 0.
     """
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        seqs: Tensor,
-        sinks: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, qkv: QKV, positions: Tensor, seqs: Tensor) -> Tensor:
         """Store k, v at (seqs, positions) of `layer`, then attend causally (and within the layer's window).
 
-        q [n_tokens, n_heads, head_dim_k], k [n_tokens, n_kv_heads, head_dim_k], v [n_tokens, n_kv_heads, head_dim_v],
-        on the head's device; positions, seqs [n_tokens] int64 *on the host*. `sinks` [n_heads]
-        float32 on the device: the score of a key that every query sees and whose value is zero. `rotation`: what q and
-        k have yet to be turned by; a strategy may do that while it stores k.
-        The tokens of one sequence come in order and continue it. Returns [n_tokens, n_heads, head_dim_v].
+        positions, seqs: [n_tokens] int64 *on the host*; the tokens of one sequence come in order and continue it.
+        A strategy may turn q and k while it stores k. Returns [n_tokens, n_heads, head_dim_v].
         """
         ...
 

@@ -89,6 +89,11 @@ class Moved:
     to_device: int = 0
     to_host: int = 0
 
+    def add(self, more: Moved) -> None:
+        """Count what has crossed without being seen: copies that were recorded, at every replay."""
+        self.to_device += more.to_device
+        self.to_host += more.to_host
+
 
 class Bus:
     """Host memory, and the two lanes between it and `device`: `compute`, where the head computes, and `side`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,21 +15,34 @@ from hybrid.errors import BadRequestError
 from hybrid.head.attention import first_key
 from hybrid.head.device import allocating
 from hybrid.head.kernels.choice import Kernels
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.bus import Bus, Moved
 from hybrid.head.kv.device import DeviceLayer
 from hybrid.head.kv.host import HostSide
-from hybrid.head.kv.layer import LayerKV, Stretch
+from hybrid.head.kv.layer import LayerKV, Stretch, locations
 from hybrid.head.kv.rows import RowFormat
 from hybrid.head.kv.state import pack, unpack
-from hybrid.head.kv.stream import StreamedLayer, stage
+from hybrid.head.kv.stream import Mail, StreamedLayer, stage
 from hybrid.head.kv.tiered import TieredLayer
-from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.kv_size import kv_bytes_per_token
-from hybrid.schedule.kv_tiers import tiers
+from hybrid.schedule.kv_tiers import bucket_tokens, tiers
 from hybrid.schedule.placement import Placement
 
 Ints = npt.NDArray[np.int64]
+
+
+class Recorded(NamedTuple):
+    """What the part of one stretch in a step is recorded for."""
+
+    n: int
+    """Tokens."""
+    seq: int
+    """The sequence, where copies depend on it; otherwise whichever."""
+    last: int
+    """The last position at which the first token may be."""
+    near: bool = False
+    """Whether what `tiered` keeps of it in host memory is not seen, in any layer."""
 
 
 class LayeredKVCache:
@@ -57,24 +72,19 @@ class LayeredKVCache:
             kv.kernels = kernels
         streamed = [kv for kv in self.layers if isinstance(kv, StreamedLayer)]
         self._slots = stage(streamed, bus.device)
+        self._mail = Mail(streamed, bus) if streamed and kernels is not None else None
+        """Where steps may be recorded."""
         self._next: list[LayerKV | None] = [
             next((kv for kv in self.layers[i:] if isinstance(kv, StreamedLayer)), None) for i in range(len(layers))
         ]
         """From each layer on, the next that must be fetched."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor,
-        seqs: Tensor,
-        sinks: Tensor | None = None,
-        rotation: Rotation | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, qkv: QKV, positions: Tensor, seqs: Tensor) -> Tensor:
         """See `KVCache.attend`. Raises BadRequestError if tokens do not continue their sequence or do not fit."""
-        return self.layers[layer].step(self.stretches(positions, seqs), q, k, v, sinks, rotation)
+        stretches = self.stretches(positions, seqs)
+        if self._kernels is not None:
+            stretches = self._located(stretches)
+        return self.layers[layer].step(stretches, qkv)
 
     def prefetch(self, layer: int, positions: Tensor, seqs: Tensor) -> None:
         """See `KVCache.prefetch`."""
@@ -85,6 +95,50 @@ class LayeredKVCache:
         """The same for these stretches."""
         if (kv := self._next[layer]) is not None:
             kv.prefetch(stretches)
+
+    # -- recorded steps ------------------------------------------------------------------------------------------
+
+    def recorded_for(self, stretches: Sequence[Stretch]) -> tuple[Recorded, ...]:
+        """What a step of these is to be recorded for: one that has been recorded for the same serves them too."""
+        far = [kv for kv in self.layers if isinstance(kv, TieredLayer)]
+        near = bool(far) and all(kv.is_near(stretch) for kv in far for stretch in stretches)
+        found = []
+        for stretch in stretches:
+            n = stretch.end - stretch.p0
+            if self._mail is None:
+                found.append(Recorded(n, 0, self.n_ctx - n, near))
+            else:
+                found.append(Recorded(n, stretch.seq, min(bucket_tokens(stretch.p0), self.n_ctx - n)))
+        return tuple(found)
+
+    def enter(self, stretches: Sequence[Stretch]) -> None:
+        """A step begins that is recorded, or will be replayed, and every layer hears of it. Raises BadRequestError if
+        these tokens do not continue their sequences."""
+        for kv in self.layers:
+            kv.enter(stretches)
+        if self._slots:
+            self._bus.compute.wait(self._bus.side.mark())
+
+    def begin(self) -> None:
+        """What is recorded first: the lanes part."""
+        for slot in self._slots:
+            slot.begin()
+        if self._slots:
+            self._bus.side.wait(self._bus.compute.mark())
+
+    def end(self, n_tokens: int) -> None:
+        """What is recorded last: they have met again, and the new rows go to the host."""
+        if self._mail is not None:
+            self._bus.compute.wait(self._bus.side.mark())
+            self._mail.send(n_tokens)
+
+    def leave(self, stretches: Sequence[Stretch]) -> None:
+        """The step is over, as far as the host is concerned. Marks that were recorded mean nothing outside."""
+        for slot in self._slots:
+            slot.begin()
+            slot.free = self._bus.compute.mark()
+        if self._mail is not None:
+            self._mail.sent(stretches)
 
     def trim(self, seq: int, n: int) -> int:
         """See `KVCache.trim`."""
@@ -108,7 +162,7 @@ class LayeredKVCache:
             raise BadRequestError(
                 f"Sequence {src} holds {self.length(src)} tokens; {n} cannot be copied to sequence {dst}."
             )
-        self._bus.settle()
+        self.settle()
         for kv in self.layers:
             kv.copy(src, dst, n)
 
@@ -117,7 +171,7 @@ class LayeredKVCache:
         """See `KVCache.save`: K and V of what each layer holds, with the shape they have. Every strategy's is the same
         and fits every other."""
         self._check_seq(seq)
-        self._bus.settle()
+        self.settle()
         n = self.length(seq)
         firsts = [kv.first[seq] for kv in self.layers]
         return pack(self._format, self._shape(), n, firsts, [kv.held(seq) for kv in self.layers])
@@ -131,13 +185,15 @@ class LayeredKVCache:
             raise BadRequestError(f"The saved state holds {n} tokens and the context has room for {self.n_ctx}.")
         if any(first > first_key(n, kv.window) for kv, first in zip(self.layers, firsts, strict=True)):
             raise BadRequestError("The saved state does not hold the whole window of every layer.")
-        self._bus.settle()
+        self.settle()
         for kv, first, (k, v) in zip(self.layers, firsts, rows, strict=True):
             kv.restore(seq, first, k, v)
         return n
 
     def settle(self) -> None:
         """Wait until all that is under way has been done."""
+        if self._mail is not None:
+            self._mail.deliver()
         self._bus.settle()
 
     def close(self) -> None:
@@ -160,12 +216,13 @@ class LayeredKVCache:
     def nbytes(self) -> int:
         """Device bytes of all K and V and of the buffers between the sides."""
         between = sum(slot.buffer.nbytes for slot in self._slots) + (self._host.nbytes if self._host else 0)
-        return sum(kv.nbytes for kv in self.layers) + between
+        return sum(kv.nbytes for kv in self.layers) + between + (self._mail.nbytes if self._mail else 0)
 
     @property
     def host_nbytes(self) -> int:
         """Bytes in host memory, likewise."""
-        return sum(kv.host_nbytes for kv in self.layers) + (self._host.host_nbytes if self._host else 0)
+        between = (self._host.host_nbytes if self._host else 0) + (self._mail.nbytes if self._mail else 0)
+        return sum(kv.host_nbytes for kv in self.layers) + between
 
     @property
     def moved(self) -> Moved:
@@ -181,11 +238,20 @@ class LayeredKVCache:
         return [[kv.spec.n_kv_heads, kv.spec.head_dim_k, kv.spec.head_dim_v, kv.window] for kv in self.layers]
 
     def stretches(self, positions: Tensor, seqs: Tensor) -> list[Stretch]:
-        """The batch as stretches of one sequence; every layer asks for those of the same batch. Raises BadRequestError
-        if they do not fit."""
+        """The batch as stretches of one sequence; every layer asks for those of the same batch. What the last one left
+        under way is in its place then. Raises BadRequestError if they do not fit."""
         if self._batch is None or self._batch[0] is not positions or self._batch[1] is not seqs:
+            if self._mail is not None:
+                self._mail.deliver()
             self._batch = positions, seqs, self._split(positions.numpy(), seqs.numpy())
         return self._batch[2]
+
+    def _located(self, stretches: list[Stretch]) -> list[Stretch]:
+        """The batch's stretches, for kernels: the device, too, knows where the tokens are."""
+        if stretches[0].where is None:
+            where = locations(stretches).to(self._bus.device, non_blocking=True)
+            stretches[:] = [replace(stretch, where=at) for stretch, at in zip(stretches, where, strict=True)]
+        return stretches
 
     def _split(self, where: Ints, seq: Ints) -> list[Stretch]:
         breaks = np.flatnonzero((np.diff(where) != 1) | (np.diff(seq) != 0)) + 1
@@ -194,17 +260,8 @@ class LayeredKVCache:
             self._check_seq(int(seq[i]))
             if where[i] < 0 or where[end - 1] >= self.n_ctx:
                 raise BadRequestError(f"Position {where[end - 1]} does not fit into a context of {self.n_ctx} tokens.")
-        there: Sequence[Tensor | None] = [None] * len(starts)
-        if self._kernels is not None:
-            there = (
-                torch.from_numpy(np.stack([where, seq], 1)[starts].astype(np.int32))
-                .to(self._bus.device, non_blocking=True)
-                .unbind()
-            )
-        return [
-            Stretch(int(seq[i]), int(where[i]), slice(i, end), at)
-            for i, end, at in zip(starts, [*starts[1:], len(where)], there, strict=True)
-        ]
+        ends = [*starts[1:], len(where)]
+        return [Stretch(int(seq[i]), int(where[i]), slice(i, end)) for i, end in zip(starts, ends, strict=True)]
 
     def _check_seq(self, seq: int) -> None:
         if not 0 <= seq < self.n_sequences:

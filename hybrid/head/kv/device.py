@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from hybrid.head.attention import Keys, attend, first_key
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.layer import LayerKV, RingLayer, Stretch, UnrecordableError
 from hybrid.head.kv.ring import Ring
-from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
 
 class OnDevice(RingLayer):
-    """A layer that attends in a ring on the device, where it has all its rows, or gets them in time. What the device
-    computes lies between `enter` and `leave` and can be recorded: it is the same wherever the tokens are."""
+    """A layer that attends in a ring on the device, where it has all its rows, or gets them in time."""
 
     @property
     def here(self) -> Ring:
         """The ring on the device."""
         return self.ring
 
-    def enter(self, stretches: Sequence[Stretch]) -> None:
-        """Note that the batch has come, and wait for what it sees."""
-        for stretch in stretches:
-            self.append(stretch)
-
-    def compute(
-        self,
-        stretches: Sequence[Stretch],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        rotation: Rotation | None,
-        stored: Callable[[Stretch], None] = lambda stretch: None,
-    ) -> Tensor:
-        """Store k and v and attend; `stored` is called for each stretch whose rows have been stored."""
-        out = []
-        for stretch in stretches:
-            turned = store_in(self.here, self, stretch, q, k, v, rotation)
-            stored(stretch)
-            out.append(attend_in(self.here, self, stretch, turned, sinks))
-        return out[0] if len(out) == 1 else torch.cat(out)
-
-    def step(
-        self,
-        stretches: Sequence[Stretch],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
+    def step(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
         """See `LayerKV.step`."""
         self.enter(stretches)
+        return self.attend(stretches, qkv)
+
+    def attend(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
+        """What the device does in a step: store k and v and attend. It can be recorded."""
+        self.arrive(stretches)
+        out = []
         try:
-            return self.compute(stretches, q, k, v, sinks, rotation, self.send)
+            for stretch in stretches:
+                q = store_in(self.here, self, stretch, qkv)
+                self.send(stretch)
+                out.append(attend_in(self.here, self, stretch, q, qkv.sinks))
         finally:
             self.free()
+        return out[0] if len(out) == 1 else torch.cat(out)
 
-    def leave(self, stretches: Sequence[Stretch]) -> None:
-        """What is left to do with the rows of a batch that was recorded."""
-        for stretch in stretches:
-            self.send(stretch)
-        self.free()
+    def arrive(self, stretches: Sequence[Stretch]) -> None:
+        """Wait for what these tokens see."""
 
     def send(self, stretch: Stretch) -> None:
         """The new rows have been stored in `here`; those that belong elsewhere are sent there."""
@@ -90,14 +65,11 @@ class DeviceLayer(OnDevice):
         return self.ring.nbytes
 
 
-def store_in(
-    ring: Ring, layer: LayerKV, stretch: Stretch, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None
-) -> Tensor:
-    """Turn the queries and keys of a stretch and store its keys and values in `ring` on the device. q, k and v are the
-    whole batch's. Returns the stretch's queries."""
-    rows = stretch.rows
-    q, k, v = q[rows], k[rows], v[rows]
-    rotation = None if rotation is None else rotation.of(rows)
+def store_in(ring: Ring, layer: LayerKV, stretch: Stretch, qkv: QKV) -> Tensor:
+    """Turn the queries and keys of a stretch and store its keys and values in `ring` on the device. `qkv` is the whole
+    batch's. Returns the stretch's queries."""
+    own = qkv.of(stretch.rows)
+    q, k, v, rotation = own.q, own.k, own.v, own.rotation
     if layer.kernels is not None and stretch.where is not None:
         turned = layer.kernels.turn_and_store(q, k, v, rotation, ring.k, ring.v, stretch.where)
         if turned is not None:

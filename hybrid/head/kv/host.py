@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hybrid.head.attention import Block, block_tokens
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.bus import Bus, Mark
 from hybrid.head.kv.cpu_attention import Run, attend_on_cpu
 from hybrid.head.kv.layer import Stretch
+from hybrid.head.kv.ring import carved
 from hybrid.head.kv.rows import RowFormat
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.kv_tiers import SHORT_TOKENS
@@ -39,6 +43,7 @@ class HostSide:
         self._q = bus.host((n * max(s.n_heads * s.head_dim_k for s in specs),), torch.float32)
         self._out = bus.host((n * max(s.n_heads * (s.head_dim_v + 1) for s in specs),), torch.float32)
         rows = RowFormat(placement.kv_dtype)
+        self._rows = bus.host((n * max(_row_bytes(s, rows) for s in specs),), torch.uint8)
         size = max(min(room, block_tokens(s.n_embd_k + s.n_embd_v)) * _row_bytes(s, rows) for s, room in layers)
         self._stages = [_Stage(self.on_device((size,), torch.uint8)) for _ in range(2)]
         self._sinks: dict[int, Tensor] = {}
@@ -59,18 +64,51 @@ class HostSide:
         n = sum(s.end - s.p0 for s in stretches)
         return n <= self.placement.n_sequences * SHORT_TOKENS and all(s.end - s.p0 <= SHORT_TOKENS for s in stretches)
 
-    def attend(self, layer: TieredLayer, stretches: Sequence[Stretch], q: Tensor, sinks: Tensor | None) -> Tensor:
-        """Attention of a batch to what lies in host memory, on the caller's thread."""
+    def ask(self, layer: TieredLayer, qkv: QKV) -> None:
+        """Queue the copies of a batch's queries, and of its rows as they are stored, to host memory."""
+        n = qkv.q.shape[0]
+        k, v = self._rows_of(layer, n)
+        for target, source in ((self._queries(qkv.q.shape), qkv.q), (k, qkv.k), (v, qkv.v)):
+            self.bus.to_host(target, source, self.bus.compute)
+
+    def asked(self, layer: TieredLayer, n: int) -> Part:
+        """Those rows of n tokens, once they are there."""
+        self.bus.compute.mark().synchronize()
+        return self._rows_of(layer, n)
+
+    def answer(self, layer: TieredLayer, stretches: Sequence[Stretch], sinks: Tensor | None) -> None:
+        """Attend, on the caller's thread, for the queries that have come."""
         if sinks is not None and layer.spec.index not in self._sinks:
             held = self.bus.host(tuple(sinks.shape), torch.float32)
             self.bus.to_host(held, sinks, self.bus.compute)
+            self.bus.compute.mark().synchronize()
             self._sinks[layer.spec.index] = held
-        out, _ = self._job(layer, stretches, q, None if sinks is None else self._sinks[layer.spec.index])()
-        return self._to_device(out, self._out[: out.numel()])
+        spec = layer.spec
+        queries = self._queries((stretches[-1].rows.stop, spec.n_heads, spec.head_dim_k))
+        out, _ = self._job(layer, stretches, queries, None if sinks is None else self._sinks[spec.index])()
+        self._out[: out.numel()].view(out.shape).copy_(out)
+
+    def receive(self, layer: TieredLayer, n: int) -> Tensor:
+        """Queue the copy of what n tokens got to the device."""
+        shape = n, layer.spec.n_heads, layer.spec.head_dim_v
+        there = torch.empty(shape, device=self.bus.device)
+        self.bus.to_device(there, self._out[: there.numel()].view(shape), self.bus.compute)
+        return there
 
     def begin(self, layer: TieredLayer, stretches: Sequence[Stretch], q: Tensor) -> Future[Part]:
         """The same on the other thread, for `finish`."""
-        return self._thread.submit(self._job(layer, stretches, q, None))
+        queries = self._queries(q.shape)
+        self.bus.to_host(queries, q, self.bus.compute)
+        ready = self.bus.compute.mark()  # the rows this batch sent to the host have then arrived too
+
+        attend = self._job(layer, stretches, queries, None)
+
+        def job() -> Part:
+            ready.synchronize()
+            with torch.inference_mode():
+                return attend()
+
+        return self._thread.submit(job)
 
     def finish(self, job: Future[Part]) -> Part:
         """The output and the log-sum-exp of what `begin` began, on the device."""
@@ -97,33 +135,34 @@ class HostSide:
         job.exception()
 
     def _job(
-        self, layer: TieredLayer, stretches: Sequence[Stretch], q: Tensor, sinks: Tensor | None
+        self, layer: TieredLayer, stretches: Sequence[Stretch], queries: Tensor, sinks: Tensor | None
     ) -> Callable[[], Part]:
         spec, placement = layer.spec, self.placement
-        queries = self._q[: q.numel()].view(q.shape)
-        self.bus.to_host(queries, q, self.bus.compute)
-        ready = self.bus.compute.mark()  # the rows this batch sent to the host have then arrived too
         runs = [
             Run(s.rows.start, s.end - s.p0, s.p0, layer.far.k[s.seq], layer.far.v[s.seq],
                 min(layer.first[s.seq], layer.split[s.seq]), layer.split[s.seq])
             for s in stretches
         ]  # fmt: skip
-        n_threads = placement.n_threads_attend if self.alone else placement.n_threads_head
+        return partial(
+            attend_on_cpu,
+            queries,
+            runs,
+            scale=spec.attn_scale,
+            window=spec.window,
+            softcap=spec.attn_softcap,
+            sinks=sinks,
+            n_threads=placement.n_threads_attend if self.alone else placement.n_threads_head,
+        )
 
-        def job() -> Part:
-            ready.synchronize()
-            with torch.inference_mode():
-                return attend_on_cpu(
-                    queries,
-                    runs,
-                    scale=spec.attn_scale,
-                    window=spec.window,
-                    softcap=spec.attn_softcap,
-                    sinks=sinks,
-                    n_threads=n_threads,
-                )
+    def _queries(self, shape: tuple[int, ...]) -> Tensor:
+        """Room for them in host memory."""
+        return self._q[: math.prod(shape)].view(shape)
 
-        return job
+    def _rows_of(self, layer: TieredLayer, n: int) -> Part:
+        """Room there for the K and V of n tokens, as they are stored."""
+        carve = carved(self._rows)
+        k, v = (carve((n, *rows.shape[2:]), rows.dtype) for rows in (layer.far.k, layer.far.v))
+        return k, v
 
     def _to_device(self, found: Tensor, buffer: Tensor) -> Tensor:
         """The buffer's last copy is over: whatever this layer computed from came behind it, in the same lane."""
@@ -162,7 +201,7 @@ class HostSide:
     @property
     def host_nbytes(self) -> int:
         """Of the buffers in host memory."""
-        return self._q.nbytes + self._out.nbytes
+        return self._q.nbytes + self._out.nbytes + self._rows.nbytes
 
 
 class _Stage:
@@ -178,12 +217,8 @@ class _Stage:
         """Start copying positions lo … hi - 1 here, behind whoever reads what is here now."""
         if self.free is not None:
             bus.side.wait(self.free)
-        ring, used, views = layer.far, 0, []
-        for rows in (ring.k, ring.v):
-            shape = (hi - lo, *rows.shape[2:])
-            n_bytes = torch.Size(shape).numel() * rows.itemsize
-            views.append(self.buffer[used : used + n_bytes].view(rows.dtype).view(shape))
-            used += n_bytes
+        ring, carve = layer.far, carved(self.buffer)
+        views = [carve((hi - lo, *rows.shape[2:]), rows.dtype) for rows in (ring.k, ring.v)]
         for at, part in ring.slices(lo, hi):
             bus.to_device(views[0][part], ring.k[seq, at], bus.side)
             bus.to_device(views[1][part], ring.v[seq, at], bus.side)

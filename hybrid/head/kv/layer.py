@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hybrid.errors import BadRequestError
 from hybrid.head.attention import first_key
 from hybrid.head.kernels.choice import Kernels
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.ring import Empty, Ring, Rows, capacity
 from hybrid.head.kv.rows import RowFormat
-from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.placement import Placement
 
@@ -43,6 +44,11 @@ class Stretch:
         return self.p0 + n
 
 
+def locations(stretches: Sequence[Stretch]) -> Tensor:
+    """What `Stretch.where` is made of: [n, 2] int32, on the host."""
+    return torch.tensor([[stretch.p0, stretch.seq] for stretch in stretches], dtype=torch.int32)
+
+
 class LayerKV:
     """Bookkeeping of one layer: positions `first` … `end` - 1 of each sequence are held. Strategies derive from it."""
 
@@ -59,26 +65,18 @@ class LayerKV:
 
     # -- what a strategy does ------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        stretches: Sequence[Stretch],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
+    def step(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
         """Store the k and v of a batch and attend: `KVCache.attend` for one layer. `stretches` cover the batch."""
         raise NotImplementedError
 
     def prefetch(self, stretches: Sequence[Stretch]) -> None:
         """These tokens attend here next; most strategies have everything where it is needed."""
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+    def prepare(self, qkv: QKV) -> QKV:
         """The part of `step` that does not depend on where the tokens are, but through their rotation."""
-        return q, k, v
+        return qkv
 
-    def follow(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def follow(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
         """The part of `step` behind `prepare`."""
         raise NotImplementedError
 
@@ -105,6 +103,11 @@ class LayerKV:
         return 0
 
     # -- bookkeeping ---------------------------------------------------------------------------------------------
+
+    def enter(self, stretches: Sequence[Stretch]) -> None:
+        """Note that a batch has come. Raises BadRequestError if it does not continue its sequences."""
+        for stretch in stretches:
+            self.append(stretch)
 
     def append(self, stretch: Stretch) -> None:
         """Note that the stretch has come. Raises BadRequestError if it does not continue its sequence."""

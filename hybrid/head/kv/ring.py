@@ -79,3 +79,17 @@ class Ring:
     def nbytes(self) -> int:
         """Of K and V together."""
         return self.k.nbytes + self.v.nbytes
+
+
+def carved(buffer: Tensor) -> Empty:
+    """Makes tensors of consecutive bytes of `buffer` (uint8)."""
+    used = 0
+
+    def carve(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nonlocal used
+        n_bytes = dtype.itemsize * torch.Size(shape).numel()
+        part = buffer[used : used + n_bytes].view(dtype).view(shape)
+        used += n_bytes
+        return part
+
+    return carve

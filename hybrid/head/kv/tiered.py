@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from hybrid.head.attention import Block, Keys, attend_blocks, block_tokens, first_key
+from hybrid.head.kv.base import QKV
 from hybrid.head.kv.cpu_attention import merge
-from hybrid.head.kv.device import attend_by_kernel, attend_in
+from hybrid.head.kv.device import attend_by_kernel, attend_in, store_in
 from hybrid.head.kv.host import HostSide
 from hybrid.head.kv.layer import LayerKV, Stretch
 from hybrid.head.kv.ring import Ring, Rows
-from hybrid.head.rope import Rotation
 from hybrid.model.spec import LayerSpec
 from hybrid.schedule.kv_tiers import Tiers
 from hybrid.schedule.placement import Placement
@@ -39,28 +39,30 @@ class TieredLayer(LayerKV):
         self.far = Ring(spec, self.format, n, tier.host, self.bus.host)
         self.near = Ring(spec, self.format, n, tier.device, host.on_device) if tier.device else None
 
-    def step(
-        self,
-        stretches: Sequence[Stretch],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        rotation: Rotation | None,
-    ) -> Tensor:
+    @property
+    def asks(self) -> bool:
+        """Whether all its rows lie in host memory, so that short batches are a matter of `ask`, `answer` and
+        `receive`."""
+        return self.near is None
+
+    def step(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
         """See `LayerKV.step`."""
-        return self.follow(stretches, *self.prepare(q, k, v, rotation), sinks)
+        self.enter(stretches)
+        return self.follow(stretches, self.prepare(qkv))
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """See `LayerKV.prepare`: queries, and rows as they are stored."""
-        if rotation is not None:
-            q, k = rotation(q, k)
-        return q, self.format.encode(k), self.format.encode(v)
+    def prepare(self, qkv: QKV) -> QKV:
+        """See `LayerKV.prepare`: queries turned, and rows as they are stored."""
+        q, k = (qkv.q, qkv.k) if qkv.rotation is None else qkv.rotation(qkv.q, qkv.k)
+        return QKV(q, self.format.encode(k), self.format.encode(qkv.v), qkv.sinks)
 
-    def follow(self, stretches: Sequence[Stretch], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+    def follow(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
         """See `LayerKV.follow`."""
+        if self.asks and self.host.takes(stretches):
+            self.ask(qkv)
+            self.answer(stretches, qkv.sinks)
+            return self.receive(qkv.q.shape[0])
+        q, k, v, sinks = qkv.q, qkv.k, qkv.v, qkv.sinks
         for stretch in stretches:
-            self.append(stretch)
             self._store(stretch, k[stretch.rows], v[stretch.rows])
         if all(self._all_near(stretch) for stretch in stretches):
             out = [self._near_only(stretch, q[stretch.rows], sinks) for stretch in stretches]
@@ -69,6 +71,39 @@ class TieredLayer(LayerKV):
         else:
             out = [self._streamed(s, q[s.rows], k[s.rows], v[s.rows], sinks) for s in stretches]
         return out[0] if len(out) == 1 else torch.cat(out)
+
+    # -- attention on the device alone ---------------------------------------------------------------------------
+
+    def is_near(self, stretch: Stretch) -> bool:
+        """Whether a stretch sees nothing but the device's rows, and leaves them where they are."""
+        return stretch.end - self.split[stretch.seq] <= self.tier.device and self._all_near(stretch)
+
+    def attend(self, stretches: Sequence[Stretch], qkv: QKV) -> Tensor:
+        """Of stretches that are near, and have entered: store and attend. It can be recorded."""
+        assert self.near is not None
+        out = []
+        for stretch in stretches:
+            q = store_in(self.near, self, stretch, qkv)
+            out.append(attend_in(self.near, self, stretch, q, qkv.sinks))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
+    # -- attention on the CPU alone ------------------------------------------------------------------------------
+
+    def ask(self, qkv: QKV) -> None:
+        """Prepared queries and rows go to the host, which `answer`s. It can be recorded."""
+        self.host.ask(self, qkv)
+
+    def answer(self, stretches: Sequence[Stretch], sinks: Tensor | None) -> None:
+        """Wait for what `ask` has sent, store it and attend."""
+        k, v = self.host.asked(self, stretches[-1].rows.stop)
+        for stretch in stretches:
+            self.far.write(stretch.seq, stretch.p0, k[stretch.rows], v[stretch.rows])
+            self.split[stretch.seq] = stretch.end
+        self.host.answer(self, stretches, sinks)
+
+    def receive(self, n: int) -> Tensor:
+        """What `answer` found for n tokens comes to the device. It can be recorded."""
+        return self.host.receive(self, n)
 
     def trim(self, seq: int, n: int) -> None:
         """See `LayerKV.trim`. What lies on the host stays there."""
@@ -141,9 +176,7 @@ class TieredLayer(LayerKV):
         return attend_in(self.near, self, stretch, q, sinks)
 
     def _both(self, stretches: Sequence[Stretch], q: Tensor, sinks: Tensor | None) -> Tensor:
-        """The CPU attends to what is on the host while the device attends to the rest; without a rest, alone."""
-        if self.near is None:
-            return self.host.attend(self, stretches, q, sinks)
+        """The CPU attends to what is on the host while the device attends to the rest."""
         job = self.host.begin(self, stretches, q)
         try:
             with self.host.beside():

@@ -13,10 +13,12 @@ import torch
 from gguf import GGMLQuantizationType as T
 
 from hybrid.errors import BadRequestError
+from hybrid.head import graphs
 from hybrid.head.graphs import MAX_SHAPES
 from hybrid.head.head import Head
 from hybrid.head.kernels.choice import Kernels
 from hybrid.head.recorder import CudaRecorder, Recorder
+from hybrid.schedule import kv_tiers
 from scripts.graph_tape import Tape
 from tests.head.heads import relative, some_tokens
 from tests.head.kernels.test_head import MIXED, SMALL, compute
@@ -90,8 +92,50 @@ def test_replayed_steps_are_steps_whatever_the_kv_strategy(
     tape = recorder(device)
     compare(opened(tape, **STRATEGIES[strategy]), opened(None, **STRATEGIES[strategy]), STEPS)
     if isinstance(tape, Tape):
-        segments = 3 if strategy in ("attend", "tiered") else 2  # one a layer, or cut where the host attends
-        assert len(tape.recorded) == 3 * segments  # one token, one of either sequence, three
+        segments = 3 if strategy in ("attend", "tiered") else 1  # cut where the host attends, in two layers
+        shapes = 4 if strategy == "stream" else 3  # one token, one of either sequence, three; whose the copies are
+        assert len(tape.recorded) == shapes * segments + 1  # and the output head
+
+
+def test_tiered_is_recorded_like_device_until_its_budget_is_full(
+    opened: Callable[..., Head], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then with the CPU in between, which attends to what has been moved."""
+    monkeypatch.setattr(kv_tiers, "SPILL_TOKENS", 4)
+    tape = recorder(device)
+    budget = 2 * 2 * 16 * 2 * 32 * 4  # layers, sequences, positions, K and V, values of four bytes
+    ours, theirs = (opened(how, n_layers=2, kv="tiered", kv_budget=budget) for how in (tape, None))
+    assert [kv.tier.device for kv in ours.cache.layers] == [16, 16]
+    compare(ours, theirs, [[(0, 13)], *[[(0, 1)]] * 6, [(1, 2)], [(1, 1)], [(0, 1)]])
+    assert ours.cache.moved == theirs.cache.moved
+    assert ours.cache.moved.to_device > 0
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 1 + 1 + 3 + 1  # one token: near, and far; two tokens; the output head
+
+
+def test_copies_are_recorded_for_buckets_and_rows_that_no_bucket_held_yet_are_seen(
+    opened: Callable[..., Head], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences grow through several buckets, beside each other and together; what is copied is whole buckets. In
+    three layers, of which two share a buffer."""
+    monkeypatch.setattr(kv_tiers, "BUCKET_TOKENS", 4)
+    monkeypatch.setattr(graphs, "IDLE_STEPS", 3)
+    tape = recorder(device)
+    ours, theirs = (opened(how, n_layers=3, kv="stream") for how in (tape, None))
+    compare(ours, theirs, [[(0, 9)], *[[(0, 1)]] * 9, [(1, 2)], [(1, 1)], *[[(0, 1), (1, 1)]] * 3])
+    depth, moved = ours.cache.length(0), replace(ours.cache.moved)
+    assert depth == 21
+    for more in range(2):  # of one bucket, recorded for the first
+        placed = replace(ours.placement, n_sequences=1)
+        want = kv_tiers.step_traffic(ours.spec, placed, depth + more, recorded=True)
+        feed(ours, [(0, 1)], {0: depth + more})
+        times = 2 - more  # launched, then replayed
+        now = ours.cache.moved
+        assert (now.to_device - moved.to_device, now.to_host - moved.to_host) == (
+            times * want.to_device, times * want.to_host
+        )  # fmt: skip
+        assert want.to_device == 3 * 24 * 2 * 32 * 4  # layers, positions, K and V, values of four bytes
+        moved = replace(now)
 
 
 @pytest.mark.slow
@@ -118,7 +162,7 @@ def test_later_shapes_than_the_first_few_are_not_recorded(opened: Callable[..., 
     steps = [[(0, n)] for n in (2, 3, 4, 5, 6, 2, 5)]
     compare(opened(tape, n_layers=1), opened(None, n_layers=1), steps)
     if isinstance(tape, Tape):
-        assert len(tape.recorded) == MAX_SHAPES
+        assert len(tape.recorded) == MAX_SHAPES + 1
 
 
 def test_a_sequence_goes_on_after_what_is_not_recorded(opened: Callable[..., Head], device: torch.device) -> None:
@@ -136,6 +180,22 @@ def test_a_sequence_goes_on_after_what_is_not_recorded(opened: Callable[..., Hea
     assert relative(*rest) < 1e-5
 
 
+def test_the_output_head_is_recorded_too(opened: Callable[..., Head], device: torch.device) -> None:
+    """For one row and for two; what it returned is not overwritten."""
+    tape = recorder(device)
+    ours, theirs = (opened(how, n_layers=1) for how in (tape, None))
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 2  # when the model was loaded: a token, and the row of its logits
+    hidden = torch.from_numpy(np.random.default_rng(0).standard_normal((8, 64), np.float32)).to(device)
+    parts = [hidden[:1], hidden[1:2], hidden[2:4], hidden[4:6], hidden[6:7]]
+    got = [ours.logits(part) for part in parts]
+    for logits, part in zip(got, parts, strict=True):
+        assert relative(logits.cpu().numpy(), theirs.logits(part).cpu().numpy()) < 1e-5
+    assert ours.notes == theirs.notes == []
+    if isinstance(tape, Tape):
+        assert len(tape.recorded) == 3
+
+
 class Refusing(Tape):
     """Records so many segments."""
 
@@ -150,21 +210,32 @@ class Refusing(Tape):
         return super().record(run)
 
 
-@pytest.mark.parametrize("n", [pytest.param(0, marks=SLOW), 1, pytest.param(3, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("n", "strategy", "output"),
+    [
+        pytest.param(0, "device", False, marks=SLOW),
+        (1, "attend", False),
+        pytest.param(2, "device", True, marks=SLOW),
+    ],
+)
 def test_where_recording_fails_the_step_is_right_and_a_sentence_says_so(
-    n: int, opened: Callable[..., Head], device: torch.device
+    n: int, strategy: str, output: bool, opened: Callable[..., Head], device: torch.device
 ) -> None:
-    """At the first segment, in the middle of a step, or when a later shape is recorded."""
+    """At the first segment, in the middle of a step, or when a later shape is recorded, behind the output head."""
     if device.type == "cuda":
         pytest.skip("the tape is the CPU's")
-    ours, theirs = opened(Refusing(n)), opened(None)
+    ours, theirs = (opened(how, **STRATEGIES[strategy]) for how in (Refusing(n), None))
     ends, their_ends = {0: 0, 1: 0}, {0: 0, 1: 0}
     for batch in STEPS[:6]:
         assert relative(feed(ours, batch, ends).numpy(), feed(theirs, batch, their_ends).numpy()) < 1e-5
-    assert ours.notes == [
-        "Decode is launched kernel by kernel instead of as graphs, more slowly (RuntimeError: operation not permitted "
-        "when stream is capturing)."
-    ]
+    why = "(RuntimeError: operation not permitted when stream is capturing)."
+    assert (
+        ours.notes
+        == [
+            f"Decode is launched kernel by kernel instead of as graphs, more slowly {why}",
+            f"The output head is launched kernel by kernel, more slowly {why}",
+        ][: 1 if output else 2]
+    )
 
 
 def test_what_torch_has_to_compute_is_not_recorded(
