@@ -7,8 +7,9 @@ Tables (bound: within 2 % or 16 MiB):
   tail      llama.cpp's KV, compute and output buffers as it reports them for a load without weights
   head      the head's weights, KV and temporaries: live torch storages while it runs a full batch at a full context;
             what each KV strategy keeps in host memory, to the byte
-  process   anonymous resident growth of a fresh process that loads both halves and fills every sequence's context,
-            and what it allocated (address space) beside
+  process   anonymous resident growth of a fresh process that loads both halves and fills every sequence's context:
+            what it holds when malloc has returned what it only keeps. Beside it how much that was, which differs from
+            run to run, and the Ledger's guess; and what was allocated (address space)
 
 Every combination is run, with KV in float16, and some in other types; with --quick only some of all, in which every two
 values of different kinds meet once. --layers runs those k alone.
@@ -17,6 +18,7 @@ values of different kinds meet once. --layers runs those k alone.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import subprocess
@@ -36,6 +38,7 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
+from hybrid.schedule.head_size import activation_bytes, kept_bytes
 from hybrid.schedule.kv_size import kv_bytes, llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KV_STRATEGIES, KVDtype, KVStrategy, Placement
@@ -167,8 +170,8 @@ def head_bytes(file: ModelFile, spec: ModelSpec, placement: Placement) -> tuple[
 
 
 def process(name: str, path: Path, spec: ModelSpec, whole: bool, layers: list[int]) -> list[Row]:
-    """Anonymous resident growth after the libraries are imported, against the Ledger without them and without the
-    mapped file; one fresh process a row. What was allocated (address space) is another figure."""
+    """Anonymous resident growth after the libraries are imported, against the Ledger without them, the mapped file and
+    temporaries; one fresh process a row. What was allocated (address space) is another figure."""
     n = spec.n_layers
     ks = tuple(k for k in (0, n // 3, n) if not layers or k in layers)
     axes = Axes(ks, (1024, 2048), n_sequences=(1, 2), kv=KV_STRATEGIES)
@@ -176,14 +179,20 @@ def process(name: str, path: Path, spec: ModelSpec, whole: bool, layers: list[in
     for placement in axes.placements(spec, whole):
         found = grown(path, placement)
         line = row(name, placement, growth(spec, placement), found["anonymous"])
-        rows.append(line | {"file pages MiB": found["file"] / MIB, "allocated MiB": found["allocated"] / MIB})
+        kept = {"kept predicted": temporaries(spec, placement) / MIB, "kept MiB": found["kept"] / MIB}
+        rows.append(line | kept | {"file MiB": found["file"] / MIB, "allocated MiB": found["allocated"] / MIB})
     return rows
 
 
 def growth(spec: ModelSpec, placement: Placement) -> int:
-    """By the Ledger: all but the interpreter with its libraries and the mapped file."""
+    """By the Ledger: all but the interpreter with its libraries, the mapped file, and what is freed again."""
     ledger = ledger_of(spec, placement)
-    return ledger.ram_bytes - ledger.mapped_bytes - ledger.host.dynamic.runtime
+    return ledger.ram_bytes - ledger.mapped_bytes - ledger.host.dynamic.runtime - temporaries(spec, placement)
+
+
+def temporaries(spec: ModelSpec, placement: Placement) -> int:
+    """By the Ledger: what an emulated device frees, and malloc keeps for the next batch."""
+    return activation_bytes(spec, placement) + kept_bytes(spec, placement)
 
 
 def grown(path: Path, placement: Placement) -> dict[str, int]:
@@ -211,9 +220,12 @@ def child(path: str, placement: Placement) -> None:
             engine.evaluate([1] * (placement.n_ctx - 1), seq)
             engine.evaluate([1], seq)
         after = status()
+        ctypes.CDLL(None).malloc_trim(0)
+        held = status()
         engine.close()
     keys = {"anonymous": "RssAnon", "file": "RssFile", "allocated": "VmSize"}
-    print(json.dumps({name: after[key] - before[key] for name, key in keys.items()}))
+    grown = {name: held[key] - before[key] for name, key in keys.items()}
+    print(json.dumps({**grown, "kept": after["RssAnon"] - held["RssAnon"]}))
 
 
 def status() -> dict[str, int]:
