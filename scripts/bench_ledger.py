@@ -12,7 +12,7 @@ Tables (bound: within 2 % or 16 MiB):
             run to run, and the Ledger's guess; and what was allocated (address space)
 
 Every combination is run, with KV in float16, and some in other types; with --quick only some of all, in which every two
-values of different kinds meet once. --layers runs those k alone.
+values of different kinds meet once. --layers runs those k in the place of both ends and one between.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, whole: bool, layers: list[
     from hybrid.tail.dry_run import dry_run
 
     n = spec.n_layers
-    ks = tuple(k for k in (0, 1, n // 2, n - 1) if not layers or k in layers)
+    ks = tuple(k for k in layers if k < n) or (0, 1, n // 2, n - 1)
     placements = Axes(ks, (512, 2048, 8192), kv_dtype=("f16", "f32", "q8_0")).placements(spec, whole)
     rows = []
     for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
@@ -135,7 +135,7 @@ def head(name: str, file: ModelFile, spec: ModelSpec, whole: bool, layers: list[
 
     torch.set_num_threads(1)
     n = spec.n_layers
-    ks = tuple(k for k in (1, n // 2, n) if not layers or k in layers)
+    ks = tuple(k for k in layers if 0 < k <= n) or (1, n // 2, n)
     rows = []
     axes = Axes(ks, (1024, 8192), kv=KV_STRATEGIES)
     packed = replace(axes, kv_dtype=("q8_0", "f32"))
@@ -173,7 +173,7 @@ def process(name: str, path: Path, spec: ModelSpec, whole: bool, layers: list[in
     """Anonymous resident growth after the libraries are imported, against the Ledger without them, the mapped file and
     temporaries; one fresh process a row. What was allocated (address space) is another figure."""
     n = spec.n_layers
-    ks = tuple(k for k in (0, n // 3, n) if not layers or k in layers)
+    ks = tuple(k for k in layers if k <= n) or (0, n // 3, n)
     axes = Axes(ks, (1024, 2048), n_sequences=(1, 2), kv=KV_STRATEGIES)
     rows = []
     for placement in axes.placements(spec, whole):
@@ -253,7 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--sections", nargs="+", choices=["tail", "head", "process"], default=["tail", "head", "process"]
     )
-    parser.add_argument("--layers", nargs="+", type=int, default=[], help="only these k")
+    parser.add_argument("--layers", nargs="+", type=int, default=[], help="these k")
     parser.add_argument("--quick", action="store_true", help="a smaller grid")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
