@@ -38,7 +38,7 @@ from hybrid.schedule.kv_size import kv_bytes
 from hybrid.schedule.kv_tiers import step_traffic
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.placement import KV_DTYPES, KV_STRATEGIES, Placement
-from hybrid.schedule.scheduler import with_threads
+from hybrid.schedule.shares import with_threads
 
 MIB = 1 << 20
 

@@ -7,16 +7,18 @@ Tables (bound: within 2 % or 16 MiB):
   tail      llama.cpp's KV, compute and output buffers as it reports them for a load without weights
   head      the head's weights, KV and temporaries: live torch storages while it runs a full batch at a full context;
             what each KV strategy keeps in host memory, to the byte
-  process   anonymous resident growth of a fresh process that loads both halves and fills every sequence's context,
-            and what it allocated (address space) beside
+  process   anonymous resident growth of a fresh process that loads both halves and fills every sequence's context:
+            what it holds when malloc has returned what it only keeps. Beside it how much that was, which differs from
+            run to run, and the Ledger's guess; and what was allocated (address space)
 
 Every combination is run, with KV in float16, and some in other types; with --quick only some of all, in which every two
-values of different kinds meet once. --layers runs those k alone.
+values of different kinds meet once. --layers runs those k in the place of both ends and one between.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import subprocess
@@ -36,6 +38,7 @@ from hybrid.model.architectures import read_spec
 from hybrid.model.catalog import resolve_model
 from hybrid.model.file import ModelFile
 from hybrid.model.spec import ModelSpec
+from hybrid.schedule.head_size import activation_bytes, kept_bytes
 from hybrid.schedule.kv_size import kv_bytes, llama_layer_kv_bytes
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KV_STRATEGIES, KVDtype, KVStrategy, Placement
@@ -116,7 +119,7 @@ def tail(name: str, file: ModelFile, spec: ModelSpec, whole: bool, layers: list[
     from hybrid.tail.dry_run import dry_run
 
     n = spec.n_layers
-    ks = tuple(k for k in (0, 1, n // 2, n - 1) if not layers or k in layers)
+    ks = tuple(k for k in layers if k < n) or (0, 1, n // 2, n - 1)
     placements = Axes(ks, (512, 2048, 8192), kv_dtype=("f16", "f32", "q8_0")).placements(spec, whole)
     rows = []
     for placement, memory in zip(placements, dry_run(file, spec, placements), strict=True):
@@ -132,7 +135,7 @@ def head(name: str, file: ModelFile, spec: ModelSpec, whole: bool, layers: list[
 
     torch.set_num_threads(1)
     n = spec.n_layers
-    ks = tuple(k for k in (1, n // 2, n) if not layers or k in layers)
+    ks = tuple(k for k in layers if 0 < k <= n) or (1, n // 2, n)
     rows = []
     axes = Axes(ks, (1024, 8192), kv=KV_STRATEGIES)
     packed = replace(axes, kv_dtype=("q8_0", "f32"))
@@ -167,23 +170,29 @@ def head_bytes(file: ModelFile, spec: ModelSpec, placement: Placement) -> tuple[
 
 
 def process(name: str, path: Path, spec: ModelSpec, whole: bool, layers: list[int]) -> list[Row]:
-    """Anonymous resident growth after the libraries are imported, against the Ledger without them and without the
-    mapped file; one fresh process a row. What was allocated (address space) is another figure."""
+    """Anonymous resident growth after the libraries are imported, against the Ledger without them, the mapped file and
+    temporaries; one fresh process a row. What was allocated (address space) is another figure."""
     n = spec.n_layers
-    ks = tuple(k for k in (0, n // 3, n) if not layers or k in layers)
+    ks = tuple(k for k in layers if k <= n) or (0, n // 3, n)
     axes = Axes(ks, (1024, 2048), n_sequences=(1, 2), kv=KV_STRATEGIES)
     rows = []
     for placement in axes.placements(spec, whole):
         found = grown(path, placement)
         line = row(name, placement, growth(spec, placement), found["anonymous"])
-        rows.append(line | {"file pages MiB": found["file"] / MIB, "allocated MiB": found["allocated"] / MIB})
+        kept = {"kept predicted": temporaries(spec, placement) / MIB, "kept MiB": found["kept"] / MIB}
+        rows.append(line | kept | {"file MiB": found["file"] / MIB, "allocated MiB": found["allocated"] / MIB})
     return rows
 
 
 def growth(spec: ModelSpec, placement: Placement) -> int:
-    """By the Ledger: all but the interpreter with its libraries and the mapped file."""
+    """By the Ledger: all but the interpreter with its libraries, the mapped file, and what is freed again."""
     ledger = ledger_of(spec, placement)
-    return ledger.ram_bytes - ledger.mapped_bytes - ledger.host.dynamic.runtime
+    return ledger.ram_bytes - ledger.mapped_bytes - ledger.host.dynamic.runtime - temporaries(spec, placement)
+
+
+def temporaries(spec: ModelSpec, placement: Placement) -> int:
+    """By the Ledger: what an emulated device frees, and malloc keeps for the next batch."""
+    return activation_bytes(spec, placement) + kept_bytes(spec, placement)
 
 
 def grown(path: Path, placement: Placement) -> dict[str, int]:
@@ -211,9 +220,12 @@ def child(path: str, placement: Placement) -> None:
             engine.evaluate([1] * (placement.n_ctx - 1), seq)
             engine.evaluate([1], seq)
         after = status()
+        ctypes.CDLL(None).malloc_trim(0)
+        held = status()
         engine.close()
     keys = {"anonymous": "RssAnon", "file": "RssFile", "allocated": "VmSize"}
-    print(json.dumps({name: after[key] - before[key] for name, key in keys.items()}))
+    grown = {name: held[key] - before[key] for name, key in keys.items()}
+    print(json.dumps({**grown, "kept": after["RssAnon"] - held["RssAnon"]}))
 
 
 def status() -> dict[str, int]:
@@ -241,7 +253,7 @@ def main() -> None:
     parser.add_argument(
         "--sections", nargs="+", choices=["tail", "head", "process"], default=["tail", "head", "process"]
     )
-    parser.add_argument("--layers", nargs="+", type=int, default=[], help="only these k")
+    parser.add_argument("--layers", nargs="+", type=int, default=[], help="these k")
     parser.add_argument("--quick", action="store_true", help="a smaller grid")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)

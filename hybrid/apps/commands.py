@@ -8,7 +8,7 @@ from typing import Any
 from hybrid.model.spec import ModelSpec
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import with_batch
+from hybrid.schedule.shares import with_batch
 
 
 def command(name: str, p: Placement, spec: ModelSpec) -> str:

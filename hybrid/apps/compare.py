@@ -21,11 +21,11 @@ from hybrid.model.splits import find_splits
 from hybrid.report.comparing import CompareReport, CompareRequest, CompareRow, Limit, Setting, compared
 from hybrid.report.trial import Condition, Failure, Trial
 from hybrid.schedule.budget import Budget, mib, needed_vram, ram_budget
+from hybrid.schedule.devices import default_device, vram_limit
 from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVDtype, Placement
 from hybrid.schedule.profile import now
-from hybrid.schedule.scheduler import default_device, vram_limit
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 SHORT, LONG = 256, 2048

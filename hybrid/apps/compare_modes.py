@@ -13,7 +13,7 @@ from hybrid.schedule.candidates import with_kv_left
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.own_offload import asked_layers, supports_offload
 from hybrid.schedule.placement import KV_STRATEGIES, Placement
-from hybrid.schedule.scheduler import with_threads
+from hybrid.schedule.shares import with_threads
 
 SPLIT = "split"
 ALONE = "llama.cpp"

@@ -23,6 +23,7 @@ from hybrid.schedule.budget import Budget, ram_budget
 from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_fit import fit
 from hybrid.schedule.cost_prior import assumed_rates
+from hybrid.schedule.devices import vram_limit
 from hybrid.schedule.estimate import Estimate, measured_s, same_speed
 from hybrid.schedule.identity import identify
 from hybrid.schedule.ledger import ledger_of
@@ -30,7 +31,6 @@ from hybrid.schedule.machine_store import this_machine, unmeasured_machine
 from hybrid.schedule.own_offload import own_vram_bytes, stand_in
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.profile import ProfileStore, Record
-from hybrid.schedule.scheduler import vram_limit
 from hybrid.schedule.search import FIRST, next_option
 
 __all__ = ["Row", "TuneReport", "TuneRequest", "tune"]

@@ -11,11 +11,13 @@ from hybrid.report.tuning import TuneRequest
 from hybrid.schedule import facts, own_offload
 from hybrid.schedule.budget import Budget, mib
 from hybrid.schedule.candidates import smallest_vram, tunable
+from hybrid.schedule.devices import default_device
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import MAX_N_THREADS, default_device, with_batch, with_threads
+from hybrid.schedule.request import MAX_N_THREADS
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
+from hybrid.schedule.shares import with_batch, with_threads
 
 REPEATS = 3
 """Stretches of decoding that are timed in one run."""

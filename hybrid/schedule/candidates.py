@@ -13,7 +13,8 @@ from hybrid.schedule.cost import CostModel, longest_context
 from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.ledger import Ledger, ledger_of
 from hybrid.schedule.placement import KVStrategy, Placement
-from hybrid.schedule.scheduler import KV_AVAILABLE, with_batch, with_threads
+from hybrid.schedule.request import KV_AVAILABLE
+from hybrid.schedule.shares import with_batch, with_threads
 
 OFFLOADED: tuple[KVStrategy, ...] = ("stream", "attend", "tiered")
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hybrid.model.spec import ModelSpec
 from hybrid.model.splits import find_splits
 from hybrid.schedule.limits import usable_cores
-from hybrid.schedule.scheduler import Plan, Request, check_memory, with_batch, with_threads
+from hybrid.schedule.scheduler import Plan, Request, check_memory
+from hybrid.schedule.shares import with_batch, with_threads
 
 
 def one_layer_fewer(spec: ModelSpec, chosen: Plan, request: Request) -> Plan | None:

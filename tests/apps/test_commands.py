@@ -16,8 +16,9 @@ from hybrid.model.spec import ModelSpec
 from hybrid.schedule import own_offload
 from hybrid.schedule.limits import usable_cores
 from hybrid.schedule.placement import Placement
-from hybrid.schedule.scheduler import Request, plan, with_batch, with_threads
+from hybrid.schedule.scheduler import Request, plan
 from hybrid.schedule.shape import parse_shape, shape_spec
+from hybrid.schedule.shares import with_batch, with_threads
 
 SPEC = shape_spec(parse_shape("layers=6,kv_heads=1,heads=4,head_dim=256,window=512,pattern=6"))
 BASE = Placement(device="cpu", n_gpu_layers=3, n_ctx=1024)

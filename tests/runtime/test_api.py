@@ -336,13 +336,13 @@ def test_a_closed_model_says_so(llama_f32: Path) -> None:
 def test_gpu_layers_without_a_gpu_are_an_error_that_names_the_emulation(
     llama_f32: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid.schedule.scheduler._gpu", lambda: None)
+    monkeypatch.setattr("hybrid.schedule.scheduler.default_device", lambda: None)
     with pytest.raises(UnsupportedError, match="--device cpu"):
         Hybrid(llama_f32, n_gpu_layers=2)
 
 
 def test_auto_without_a_gpu_is_zero_and_says_so(llama_f32: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.schedule.scheduler._gpu", lambda: None)
+    monkeypatch.setattr("hybrid.schedule.scheduler.default_device", lambda: None)
     with Hybrid(llama_f32, n_ctx=64) as model:
         assert model.placement.n_gpu_layers == 0
         assert sum("No GPU" in note for note in model.notes) == 1

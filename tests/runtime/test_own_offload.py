@@ -80,7 +80,7 @@ def test_auto_gives_llama_cpp_what_cannot_be_split_where_it_fits(
     spec: ModelSpec, with_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strange = replace(spec, unsupported="this program does not know it")
-    monkeypatch.setattr(scheduler, "_gpu", lambda: None)
+    monkeypatch.setattr(scheduler, "default_device", lambda: None)
     for free, layers, words in ((8 * GIB, 5, "llama.cpp runs all of it"), (GIB // 4, 0, "are free")):
         gpu = Gpu(device="cuda:0", name="x", total_bytes=8 * GIB, free_bytes=free)
         monkeypatch.setattr(own_offload.facts, "gpus", lambda gpu=gpu: (gpu,))
@@ -105,7 +105,7 @@ def test_auto_takes_llama_cpps_own_layers_where_they_were_measured_to_be_quicker
 ) -> None:
     gpu = Gpu(device="cuda:0", name="x", total_bytes=8 * GIB, free_bytes=8 * GIB)
     monkeypatch.setattr(own_offload.facts, "gpus", lambda: (gpu,))
-    monkeypatch.setattr(scheduler, "_gpu", lambda: "cuda" if torch_has_a_gpu else None)
+    monkeypatch.setattr(scheduler, "default_device", lambda: "cuda" if torch_has_a_gpu else None)
 
     def measured(tok_per_s: float, **request: Any) -> Record:
         placement = plan(spec, Request(n_ctx=64, **request)).placement

@@ -14,7 +14,7 @@ from hybrid.errors import HostMemoryError, OutOfMemoryError
 from hybrid.model.file import ModelFile
 from hybrid.runtime import loaded
 from hybrid.runtime.engine import Engine
-from hybrid.schedule import facts, scheduler
+from hybrid.schedule import auto, facts, scheduler
 from hybrid.schedule.identity import identify
 from hybrid.schedule.machine import Gpu
 from hybrid.schedule.placement import Placement
@@ -35,8 +35,9 @@ def eight_gib(monkeypatch: pytest.MonkeyPatch) -> Any:
         gpu = Gpu(device="cuda:0", name="Card", total_bytes=8 * GIB, free_bytes=free)
         monkeypatch.setattr(facts, "gpus", lambda: (gpu,))
 
-    monkeypatch.setattr(scheduler, "_gpu", lambda: "cuda")
-    monkeypatch.setattr(scheduler, "ram_budget", lambda: 64 * GIB)
+    monkeypatch.setattr(scheduler, "default_device", lambda: "cuda")
+    for module in (scheduler, auto):
+        monkeypatch.setattr(module, "ram_budget", lambda: 64 * GIB)
     monkeypatch.setattr(scheduler, "available_ram", lambda: 64 * GIB)
     set_free(7 * GIB)
     return set_free

@@ -16,8 +16,8 @@ from hybrid.schedule.kv_size import kv_bytes_per_token, visible_tokens
 from hybrid.schedule.placement import KV_STRATEGIES, Placement
 from hybrid.schedule.presets import assumed_machine
 from hybrid.schedule.rates import Coefficients, HalfRates
-from hybrid.schedule.scheduler import with_threads
 from hybrid.schedule.shape import parse_shape, shape_spec
+from hybrid.schedule.shares import with_threads
 
 LLAMA_3_8B = shape_spec(parse_shape("layers=32,kv_heads=8,head_dim=128"))
 WINDOWED = shape_spec(parse_shape("layers=12,kv_heads=1,heads=4,head_dim=256,window=512,pattern=6"))

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from hybrid.errors import BadRequestError, OutOfMemoryError, UnsupportedError
-from hybrid.schedule import scheduler
+from hybrid.schedule import auto, scheduler
 from hybrid.schedule.kv_checks import kv_refusal
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import KV_STRATEGIES, Placement
-from hybrid.schedule.scheduler import Request, plan, with_threads
+from hybrid.schedule.scheduler import Request, plan
 from hybrid.schedule.shape import parse_shape, shape_spec
+from hybrid.schedule.shares import with_threads
 from tests.schedule.test_plan import GIB, LLAMA_3_8B, with_gpu
 
 GEMMA = shape_spec(parse_shape("layers=6,kv_heads=1,heads=4,head_dim=256,window=512,pattern=6"))
@@ -47,7 +48,8 @@ def test_a_budget_that_is_given_is_kept(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_strategy_without_a_head_is_said_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ram_budget", lambda: 64 * GIB)
+    for module in (scheduler, auto):
+        monkeypatch.setattr(module, "ram_budget", lambda: 64 * GIB)
     for kv in KV_STRATEGIES:
         notes = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=512, kv=kv)).notes
         assert any(f"--kv {kv} changes nothing" in note for note in notes) == (kv != "device")
@@ -76,9 +78,11 @@ def test_a_senseless_request_is_one_sentence(request_: dict[str, Any], message: 
 
 def test_a_cache_that_the_ram_cannot_hold_is_refused_under_every_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     for kv in KV_STRATEGIES:
-        monkeypatch.setattr(scheduler, "ram_budget", lambda: 1 << 60)
+        for module in (scheduler, auto):
+            monkeypatch.setattr(module, "ram_budget", lambda: 1 << 60)
         enough = ledger_of(LLAMA_3_8B, placed(device="cpu", kv=kv)).ram_bytes
-        monkeypatch.setattr(scheduler, "ram_budget", lambda enough=enough: enough)
+        for module in (scheduler, auto):
+            monkeypatch.setattr(module, "ram_budget", lambda enough=enough: enough)
         placed(device="cpu", kv=kv)
         with pytest.raises(OutOfMemoryError, match="of RAM"):
             placed(device="cpu", kv=kv, n_ctx=131072)

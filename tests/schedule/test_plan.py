@@ -16,7 +16,7 @@ import pytest
 from hybrid.apps.plan import PlanRequest, make_plan, meets
 from hybrid.errors import BadRequestError, OutOfMemoryError
 from hybrid.model.spec import ModelSpec
-from hybrid.schedule import facts, scheduler
+from hybrid.schedule import auto, facts, scheduler
 from hybrid.schedule.budget import VRAM_RESERVE
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.machine import Gpu, Machine
@@ -171,8 +171,9 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     """A machine with a GPU that torch would find, and RAM enough."""
     gpu = Gpu(device="cuda:0", name="Card", total_bytes=8 * GIB, free_bytes=free)
     monkeypatch.setattr(facts, "gpus", lambda: (gpu,))
-    monkeypatch.setattr(scheduler, "_gpu", lambda: "cuda")
-    monkeypatch.setattr(scheduler, "ram_budget", lambda: 64 * GIB)
+    monkeypatch.setattr(scheduler, "default_device", lambda: "cuda")
+    for module in (scheduler, auto):
+        monkeypatch.setattr(module, "ram_budget", lambda: 64 * GIB)
     monkeypatch.setattr(scheduler, "available_ram", lambda: 64 * GIB)
 
 
@@ -196,7 +197,8 @@ def test_auto_never_takes_more_layers_for_more_context(monkeypatch: pytest.Monke
 
 
 def test_a_context_that_the_ram_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "ram_budget", lambda: 4 * GIB)
+    for module in (scheduler, auto):
+        monkeypatch.setattr(module, "ram_budget", lambda: 4 * GIB)
     with pytest.raises(OutOfMemoryError) as error:
         plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=65536))
     assert "margin" in str(error.value)
@@ -341,7 +343,8 @@ def test_a_model_that_cannot_be_split_has_one_candidate() -> None:
 
 def test_as_many_sequences_as_fit_beside_one_and_the_note_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(free: int, **more: Any) -> tuple[int, str]:
-        monkeypatch.setattr(scheduler, "ram_budget", lambda: free)
+        for module in (scheduler, auto):
+            monkeypatch.setattr(module, "ram_budget", lambda: free)
         made = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=8192, n_sequences="auto", **more))
         one = plan(LLAMA_3_8B, Request(n_gpu_layers=0, n_ctx=8192))
         assert replace(made.placement, n_sequences=1) == one.placement  # nothing else gives way
