@@ -1,13 +1,27 @@
-"""Files written whole or not at all."""
+"""Files read to an end, and written whole or not at all."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+MOST_BYTES, CHUNK_BYTES = 512 << 20, 1 << 20
+"""What a person may give to read at once: more is no text, but a device that never ends or a slip of the hand."""
+
+
+def read_all(file: IO[bytes]) -> bytes:
+    """What `file` holds. Raises OSError, for more than MOST_BYTES too: that would take all memory first."""
+    chunks = []
+    while chunk := file.read(CHUNK_BYTES):
+        chunks.append(chunk)
+        if len(chunks) * CHUNK_BYTES > MOST_BYTES:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    return b"".join(chunks)
 
 
 @contextmanager

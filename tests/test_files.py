@@ -9,14 +9,21 @@ import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hybrid.apps.summarize.document import read_document
+from hybrid.cli.config_file import read_config
+from hybrid.cli.session import read_prompt
+from hybrid.errors import BadRequestError
 from hybrid.files import replacing, write_atomically
+from hybrid.runtime.template import chosen_template
 from hybrid.schedule.identity import Identity
 from hybrid.schedule.placement import Placement
+from hybrid.schedule.presets import assumed_machine
 from hybrid.schedule.profile import ProfileStore, Record, now
 from tests.tiny import write_tiny
 
@@ -134,6 +141,24 @@ def test_processes_that_write_one_profile_at_once_lose_nothing(tmp_path: Path) -
     store = ProfileStore(Identity("m", "here", {}), tmp_path)
     assert len(store.load().records) == 24
     json.loads(store.path.read_text())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        read_document,
+        lambda path: read_prompt(None, path),
+        lambda path: chosen_template(Path(path)),
+        assumed_machine,
+        lambda path: read_config(Path(path)),
+    ],
+)
+def test_what_never_ends_is_refused(read: Callable[[str], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.files.MOST_BYTES", 3 << 20)
+    if not Path("/dev/zero").exists():
+        pytest.skip("no /dev/zero here")
+    with pytest.raises(BadRequestError, match="/dev/zero cannot be read: File too large"):
+        read("/dev/zero")
 
 
 def test_a_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:

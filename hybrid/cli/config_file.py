@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import click
 
 from hybrid.errors import BadRequestError
+from hybrid.files import read_all
 
 SECTIONS = ("chat", "generate")
 """Commands that take defaults."""
@@ -29,8 +31,10 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     """Its tables; empty where there is no file. Raises BadRequestError for one that cannot be read, is no TOML, or has
     a table that no command has."""
     try:
+        if path.is_fifo():  # to which perhaps nobody ever writes
+            raise OSError(errno.EINVAL, "it is a pipe")
         with path.open("rb") as file:
-            tables = tomllib.load(file)
+            tables = tomllib.loads(read_all(file).decode())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as e:

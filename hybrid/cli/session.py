@@ -14,6 +14,7 @@ import click
 from hybrid.cli.options import PLACEMENT, pick
 from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
+from hybrid.files import read_all
 from hybrid.printable import harmless, printable
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def read_prompt(text: str | None, file: str | None) -> str:
     if file is None and sys.stdin.isatty():
         raise click.UsageError("Give a prompt with -p TEXT, -f FILE or on stdin")
     if file is None or file == "-":
-        return _decode(sys.stdin.buffer.read(), "The prompt from stdin")
+        return _decode(read_all(sys.stdin.buffer), "The prompt from stdin")
     return _decode(_read(file), f"The prompt from {file}")
 
 
@@ -113,7 +114,7 @@ def _of(file: str, check: Callable[[str], Any], text: str) -> Any:
 def _read(file: str) -> bytes:
     try:
         with open(file, "rb") as f:
-            return f.read()
+            return read_all(f)
     except OSError as e:
         raise BadRequestError(f"{file} cannot be read: {e.strerror}.") from e
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hybrid.errors import BadRequestError, EngineError
+from hybrid.files import read_all
 from hybrid.runtime.controls import guard_all, split, unused_marker
 from hybrid.runtime.renderer import SandboxedTemplate, TemplateError, compiled
 
@@ -136,7 +137,8 @@ def chosen_template(choice: str | Path, *, bos_token: str = "", eos_token: str =
         name, text = "The text", choice
     else:
         try:
-            text = Path(os.path.expanduser(choice)).read_bytes().decode("utf-8-sig")
+            with open(os.path.expanduser(choice), "rb") as file:
+                text = read_all(file).decode("utf-8-sig")
         except FileNotFoundError:
             known = ", ".join(builtin_names())
             raise BadRequestError(f"{name} is neither a file nor a chat template llama.cpp knows: {known}.") from None

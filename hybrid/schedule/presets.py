@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import BadRequestError
+from hybrid.files import read_all
 from hybrid.schedule.machine import Cpu, Gpu, Machine, Memory, Rates
 
 PRESETS_FILE = Path(__file__).with_name("presets.toml")
@@ -33,10 +34,11 @@ def assumed_machine(name_or_file: str) -> Machine:
             f"There is no machine {name_or_file!r}; there are {', '.join(preset_names())}, or a file.toml."
         )
     try:
-        table = tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            table = tomllib.loads(read_all(file).decode())
     except OSError as error:
         raise BadRequestError(f"{path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequestError(f"{path} is not a TOML file ({error}).") from error
     return _machine(str(path), table)
 

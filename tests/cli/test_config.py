@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_the_file_gives_defaults_and_the_command_line_goes_before_it(tiny: Path,
     config.write_text(f'[generate]\nmodel = "{tiny}"\npredict = 3\ntemp = 0\nthreads = 1\nn-gpu-layers = 0\n')
     assert len(json.loads(run("generate", "-p", "the", "--json").stdout)["tokens"]) == 3
     assert len(json.loads(run("generate", "-p", "the", "--json", "-n", "5").stdout)["tokens"]) == 5
+
+
+def test_a_pipe_is_not_waited_for(run: Run, config: Path) -> None:
+    os.mkfifo(config)
+    done = run("config")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "config.toml cannot be read: it is a pipe." in done.stderr
 
 
 @pytest.mark.parametrize(

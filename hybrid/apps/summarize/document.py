@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hybrid.apps.summarize.encoding import Decoded, decode
 from hybrid.errors import BadFileError, BadRequestError
+from hybrid.files import read_all
 
 STDIN = "-"
 MARKUP = re.compile(r"\s*(<\?xml[^>]*>\s*)?(<!--.*?-->\s*)*<(!doctype html|html|head|body)\b", re.I | re.S)
@@ -57,7 +58,7 @@ def read_document(source: str | Path, *, encoding: str | None = None) -> Documen
     a sentence where there is no text to be had (empty, binary, scanned, encrypted, changing while it is read).
     """
     if str(source) == STDIN:
-        name, data = "stdin", sys.stdin.buffer.read()
+        name, data = "stdin", read_all(sys.stdin.buffer)
     else:
         name, data = str(source), _read(Path(source))
     if not data:
@@ -115,7 +116,7 @@ def _read(path: Path) -> bytes:
             raise BadRequestError(f"{path} is a folder; name the files in it ({path}/*).")
         with open(path, "rb") as f:
             before = os.fstat(f.fileno())
-            data = f.read()
+            data = read_all(f)
             after = os.fstat(f.fileno())
     except OSError as e:
         raise BadRequestError(f"{path} cannot be read: {e.strerror}.") from e
