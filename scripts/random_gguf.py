@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as T
 
-from tests.tiny import TEMPLATE, quantize, vocabulary
+from tests.tiny import TEMPLATE, add_metadata, add_vocabulary, quantize
 
 ROWS = 48
 """Rows that are quantised; the others repeat them."""
@@ -65,12 +66,7 @@ def write(path: Path, shape: Shape, seed: int = 0) -> Path:
     """Write the model and return its path; with a working vocabulary, filled up to n_vocab."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), "llama")
-    tokens, scores, kinds = vocabulary()
-    for i in range(len(tokens), shape.n_vocab):
-        tokens.append(f"<unused{i}>")
-        scores.append(-1000.0)
-        kinds.append(5)
-    for key, value in {
+    keys: dict[str, Any] = {
         "block_count": shape.n_layers,
         "context_length": 131072,
         "embedding_length": shape.n_embd,
@@ -80,16 +76,11 @@ def write(path: Path, shape: Shape, seed: int = 0) -> Path:
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
         "rope.dimension_count": shape.head_dim,
-    }.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32("llama.rope.freq_base", 500000.0)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(kinds)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 500000.0,
+    }
+    add_metadata(writer, {f"llama.{key}": value for key, value in keys.items()})
+    n_vocab = add_vocabulary(writer, shape.n_vocab)
     writer.add_chat_template(TEMPLATE)
 
     def matrix(name: str, rows: int, cols: int, kind: T) -> None:
@@ -98,7 +89,7 @@ def write(path: Path, shape: Shape, seed: int = 0) -> Path:
     def vector(name: str) -> None:
         writer.add_tensor(name, (1 + 0.1 * rng.standard_normal(shape.n_embd)).astype(np.float32))
 
-    matrix("token_embd.weight", len(tokens), shape.n_embd, T.Q8_0)
+    matrix("token_embd.weight", n_vocab, shape.n_embd, T.Q8_0)
     vector("output_norm.weight")
     for i in range(shape.n_layers):
         q, kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim

@@ -51,6 +51,37 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
     return tokens, scores, kinds
 
 
+def add_metadata(writer: gguf.GGUFWriter, values: dict[str, Any]) -> None:
+    """Add keys, each of the type that its value is of."""
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_array(key, value)
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, n_least: int = 0) -> int:
+    """Add `vocabulary`, filled up to `n_least` tokens with unused ones; returns how many there are."""
+    tokens, scores, kinds = vocabulary()
+    for i in range(len(tokens), n_least):
+        tokens.append(f"<unused{i}>")
+        scores.append(-1000.0)
+        kinds.append(5)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    return len(tokens)
+
+
 def write_tiny(
     path: str | Path,
     architecture: str = "llama",
@@ -81,7 +112,6 @@ def write_tiny(
     kinds = kind if isinstance(kind, list) else [kind]
     writer = gguf.GGUFWriter(str(path), architecture)
     a = architecture
-    tokens, scores, token_types = vocabulary()
     base: dict[str, Any] = {
         f"{a}.block_count": n_layers,
         f"{a}.context_length": n_ctx,
@@ -100,23 +130,8 @@ def write_tiny(
         base[f"{a}.rope.freq_base"] = 1000000.0
         if window:
             base[f"{a}.attention.sliding_window"] = window
-    for key, value in {**base, **(metadata or {})}.items():
-        if isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, int):
-            writer.add_uint32(key, value)
-        elif isinstance(value, float):
-            writer.add_float32(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_array(key, value)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(token_types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    add_metadata(writer, {**base, **(metadata or {})})
+    n_vocab = add_vocabulary(writer)
     writer.add_add_bos_token(True)
     writer.add_chat_template(template)
     count = 0
@@ -132,10 +147,10 @@ def write_tiny(
     def vector(name: str, n: int, around: float = 1.0) -> None:
         writer.add_tensor(name, (around + 0.1 * rng.standard_normal(n)).astype(np.float32))
 
-    matrix("token_embd.weight", len(tokens), n_embd, embd_kind)
+    matrix("token_embd.weight", n_vocab, n_embd, embd_kind)
     vector("output_norm.weight", n_embd)
     if not tied:
-        matrix("output.weight", len(tokens), n_embd, embd_kind)
+        matrix("output.weight", n_vocab, n_embd, embd_kind)
     if rope_freqs:
         writer.add_tensor("rope_freqs.weight", np.linspace(1, 8, head_dim // 2, dtype=np.float32))
     for i in range(n_layers):

@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType as T
 
 from hybrid.model.known import KNOWN
 from hybrid.model.traits import Shapes
-from tests.tiny import quantize, vocabulary
+from tests.tiny import add_metadata, add_vocabulary, quantize
 
 SIZES: dict[str, int] = {"n_embd": 64, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "n_ff": 96, "window": 16}
 
@@ -50,9 +50,9 @@ def write_arch(path: str | Path, tiny: Tiny, kind: T | list[T] = T.F32, *, exper
     rng = np.random.default_rng(tiny.seed)
     kinds = kind if isinstance(kind, list) else [kind]
     writer = gguf.GGUFWriter(str(path), tiny.architecture)
-    for key, value in _metadata(tiny, sizes, windowed).items():
-        _add(writer, f"{tiny.architecture}.{key}", value)
-    n_vocab = _add_vocabulary(writer)
+    keys = _metadata(tiny, sizes, windowed)
+    add_metadata(writer, {f"{tiny.architecture}.{key}": value for key, value in keys.items()})
+    n_vocab = add_vocabulary(writer)
     count = 0
 
     def tensor(name: str, shape: tuple[int, ...], around: float = 0.0) -> None:
@@ -174,27 +174,3 @@ def _metadata(tiny: Tiny, sizes: dict[str, int], windowed: list[bool]) -> dict[s
         keys |= {"attention.key_length_swa": own["head_dim"], "attention.value_length_swa": own["head_dim"]}
         keys["attention.head_count_kv"] = [(own if w else sizes)["n_kv_heads"] for w in windowed]
     return {key: value for key, value in {**keys, **tiny.keys}.items() if value is not None}
-
-
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
-
-
-def _add_vocabulary(writer: gguf.GGUFWriter) -> int:
-    tokens, scores, kinds = vocabulary()
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores(scores)
-    writer.add_token_types(kinds)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    return len(tokens)

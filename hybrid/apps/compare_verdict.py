@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 from hybrid.apps.compare_modes import ALONE
 from hybrid.report.comparing import LEAST_APART_ONCE, CompareReport, CompareRow, Setting, told_apart
 from hybrid.report.trial import Spread
+from hybrid.schedule.budget import mib
 
 EMULATION = (
     "The GPU was emulated on the CPU (--device cpu): what fits and what comes out is as on a GPU, but these speeds are "
@@ -142,7 +143,9 @@ def _costs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Ite
     setting, rows = groups[-1]
     cheaper = [row for row in rows if row.finished and row.placement.n_gpu_layers and (row.vram_saved or 0) > 0]
     if cheaper:
-        costs = [f"{row.mode} {_mib(row.vram_saved)} for {_mib(max(0, row.host_cost or 0))} of RAM" for row in cheaper]
+        costs = [
+            f"{row.mode} {mib(row.vram_saved or 0)} for {mib(max(0, row.host_cost or 0))} of RAM" for row in cheaper
+        ]
         yield (
             f"VRAM saved against everything on the device at {setting.depth:,} tokens, and the host memory it costs "
             f"(both calculated): {listed(costs)}."
@@ -152,7 +155,7 @@ def _costs(groups: Sequence[tuple[Setting, Rows]], report: CompareReport) -> Ite
         share = ", with what the emulated device holds" if report.emulated else ""
         (least, low), (most, high) = min(seen, key=lambda p: p[1]), max(seen, key=lambda p: p[1])
         yield (
-            f"The processes held {_mib(low)} ({least}) to {_mib(high)} ({most}) of RAM at {setting.depth:,} tokens, "
+            f"The processes held {mib(low)} ({least}) to {mib(high)} ({most}) of RAM at {setting.depth:,} tokens, "
             f"libraries included{share}."
         )
 
@@ -373,7 +376,3 @@ def _round(depth: float) -> int:
     """To two figures: a crossover is no more certain than that."""
     step = 10 ** max(0, len(str(int(depth))) - 2)
     return int(round(depth / step) * step)
-
-
-def _mib(n_bytes: int | None) -> str:
-    return "0 MiB" if not n_bytes else f"{n_bytes / 2**20:,.0f} MiB"

@@ -37,7 +37,7 @@ class ProgressBar:
             share = sum(self._done.values()) / len(self._done)
             if now - self._since >= PATIENCE_S:
                 label = "Reading the prompt" if "prompt" in self._done else "Loading"
-                self._draw(progress_line(label, share, _columns()))
+                self._draw(progress_line(label, share, columns()))
 
     def clear(self) -> None:
         """Erase the bar; the next call begins another."""
@@ -52,12 +52,12 @@ class ProgressBar:
             self._drawn = line
 
 
-def progress_line(label: str, fraction: float, columns: int) -> str:
+def progress_line(label: str, fraction: float, n_columns: int) -> str:
     """`label`, a bar and a percentage, short enough for a terminal of so many columns not to break the line: what has
     been broken cannot be erased."""
-    width = min(WIDTH, columns - 1 - len(f"{label}   100%"))
+    width = min(WIDTH, n_columns - 1 - len(f"{label}   100%"))
     middle = f" {bar(fraction, width)}" if width >= LEAST_WIDTH else ""
-    return f"{label}{middle} {fraction:4.0%}"[: columns - 1]
+    return f"{label}{middle} {fraction:4.0%}"[: n_columns - 1]
 
 
 def bar(fraction: float, width: int = WIDTH) -> str:
@@ -66,7 +66,8 @@ def bar(fraction: float, width: int = WIDTH) -> str:
     return "█" * full + "░" * (width - full)
 
 
-def _columns() -> int:
+def columns() -> int:
+    """Of the terminal that stderr is; 80 where nobody says."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError):

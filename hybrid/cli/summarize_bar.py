@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import TYPE_CHECKING
 
-from hybrid.cli.progress import ProgressBar, bar
+from hybrid.cli.progress import ProgressBar, bar, columns
 
 if TYPE_CHECKING:
     from hybrid.apps.summarize.progress import Progress
@@ -44,8 +43,7 @@ class SummaryBar:
             return
         self._loading.clear()
         self._at = now
-        width = _columns() - 1
-        sys.stderr.write("\r\x1b[K" + line[:width])
+        sys.stderr.write("\r\x1b[K" + line[: columns() - 1])
         sys.stderr.flush()
         self._drawn = True
 
@@ -72,10 +70,3 @@ def clock(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
-
-
-def _columns() -> int:
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
-    except OSError:
-        return 80

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hybrid.runtime.completion import Completion
+from hybrid.schedule.budget import mib
 from hybrid.schedule.ledger import ledger_of
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def status(model: Hybrid, last: Completion, width: int | None = None) -> str:
     has it all."""
     timings, where = last.timings, model.placement
     new = last.n_prompt_tokens - last.n_cached_tokens
-    vram = _mib(last.memory.device_bytes) + (" (emulated)" if where.device == "cpu" else "")
+    vram = mib(last.memory.device_bytes) + (" (emulated)" if where.device == "cpu" else "")
     parts = {
         "stopped": "stopped" if last.finish_reason == "interrupted" else "",
         "tokens": _count(len(last.tokens), "token"),
@@ -33,7 +34,7 @@ def status(model: Hybrid, last: Completion, width: int | None = None) -> str:
         "context": f"context {model.n_used:,}/{model.n_ctx:,}",
         "layers": f"layers {where.n_gpu_layers}/{model.engine.spec.n_layers}",
         "VRAM": f"VRAM {vram}" if where.n_gpu_layers else "",
-        "RAM": f"RAM {_mib(last.memory.host_bytes)}",
+        "RAM": f"RAM {mib(last.memory.host_bytes)}",
     }
     line = SEPARATOR.join(filter(None, parts.values()))
     for least in LEAST_FIRST:
@@ -61,7 +62,7 @@ def stats(model: Hybrid, last: Completion | None) -> str:
         first = "" if speed.ttft_s is None else f", the first after {_seconds(speed.ttft_s)}"
         stopped = ", stopped" * (last.finish_reason == "interrupted")
         emulated = " (emulated)" * (k > 0 and where.device == "cpu")
-        device, host = _mib(last.memory.device_bytes), _mib(last.memory.host_bytes)
+        device, host = mib(last.memory.device_bytes), mib(last.memory.host_bytes)
         lines += [
             f"prompt   {_count(last.n_prompt_tokens, 'token')}, {reused:,} of them reused{prefill}",
             f"answer   {_count(len(last.tokens), 'token')}{stopped}{first}{decode}",
@@ -90,7 +91,7 @@ def memory(model: Hybrid) -> str:
     if ledger.emulated:
         notes.append("The device is emulated: its bytes are in the host's sum, too.")
     if ledger.mapped_bytes:
-        notes.append(f"{_mib(ledger.mapped_bytes)} of the host's are the mapped file, resident where it was read.")
+        notes.append(f"{mib(ledger.mapped_bytes)} of the host's are the mapped file, resident where it was read.")
     return "\n".join([*lines, *notes])
 
 
@@ -122,7 +123,7 @@ def _block(side: str, predicted: Sequence[int | None], measured: Sequence[int | 
     """A table of one side's memory: weights, KV cache, the rest and the sum."""
     lines = [f"{side:10}  {'predicted':>11}  {'measured':>11}"]
     for name, *amounts in zip(("weights", "KV cache", "the rest", "together"), predicted, measured, strict=True):
-        cells = ("-" if n is None else _mib(n) for n in amounts)
+        cells = ("-" if n is None else mib(n) for n in amounts)
         lines.append(f"  {name:8}" + "".join(f"  {cell:>11}" for cell in cells))
     return lines
 
@@ -133,7 +134,3 @@ def _count(n: int, what: str) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:,.0f} MiB"

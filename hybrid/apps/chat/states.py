@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybrid.errors import BadRequestError, HybridError
+from hybrid.schedule.budget import mib
 
 if TYPE_CHECKING:
     from hybrid import Hybrid
@@ -34,11 +35,11 @@ class StateFolder:
         expected = state_bytes(model.engine, n_tokens)
         if expected > self.limit:
             return (
-                f"The conversation's KV state ({_mib(expected)}) is larger than --state-limit ({_mib(self.limit)}) "
+                f"The conversation's KV state ({mib(expected)}) is larger than --state-limit ({mib(self.limit)}) "
                 "and was not saved; it will be read again."
             )
         if 2 * expected > available_ram():
-            return f"There is no memory to save the conversation's KV state ({_mib(expected)}); it will be read again."
+            return f"There is no memory to save the conversation's KV state ({mib(expected)}); it will be read again."
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             model.save_state(self._file(key))
@@ -82,7 +83,3 @@ class StateFolder:
             room -= size
             if room < 0:
                 path.unlink(missing_ok=True)
-
-
-def _mib(n_bytes: int) -> str:
-    return f"{n_bytes / 2**20:,.0f} MiB"
