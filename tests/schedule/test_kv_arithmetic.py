@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hybrid.schedule.kv_size import kv_bytes, kv_bytes_per_token, llama_cells
-from hybrid.schedule.kv_tiers import SPILL_TOKENS
+from hybrid.schedule.kv_tiers import SPILL_TOKENS, Traffic, bucket_tokens, step_traffic
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.placement import Placement
 from hybrid.schedule.shape import parse_shape, shape_spec
@@ -86,6 +86,20 @@ def test_a_kv_strategy_moves_the_same_bytes_to_the_host() -> None:
     stream = ledger_of(LLAMA_3_8B, replace(base, kv="stream"))
     # One layer arrives while one is read, and the rows of eight new tokens leave.
     assert stream.device.dynamic.staging == 2 * device.device.dynamic.kv[0] + 8 * 32 * 4096
+
+
+def test_recorded_copies_come_in_buckets_an_eighth_too_large_at_most() -> None:
+    assert [bucket_tokens(n) for n in (0, 1, 256, 257, 2048, 2049, 2305, 8191, 8192, 8193)] == [
+        256, 256, 256, 512, 2048, 2304, 2560, 8192, 8192, 9216,
+    ]  # fmt: skip
+    for n in range(2048, 200_000, 77):
+        assert n <= bucket_tokens(n) <= n * 9 / 8
+        assert bucket_tokens(bucket_tokens(n)) == bucket_tokens(n)
+    placed = replace(ALL_ON_GPU, n_ctx=8192, kv="stream")
+    row = 32 * 4096  # of all layers
+    assert step_traffic(LLAMA_3_8B, placed, 5000) == Traffic(5000 * row, row)
+    assert step_traffic(LLAMA_3_8B, placed, 5000, recorded=True) == Traffic(5120 * row, row)
+    assert step_traffic(LLAMA_3_8B, placed, 8191, recorded=True) == Traffic(8191 * row, row)
 
 
 def test_tiered_keeps_what_its_budget_allows() -> None:
