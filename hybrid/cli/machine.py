@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hybrid.cli.options import json_option
+from hybrid.schedule.launch import KERNELS
 
 if TYPE_CHECKING:
     from hybrid.schedule.machine import Machine
@@ -107,6 +108,9 @@ def _rows(machine: Machine) -> list[tuple[str, str]]:
     ):
         if rate is not None:
             rows.append((name, _rate(rate, unit)))
+    for name, seconds in (("kernel launch", rates.launch_s), (f"graph of {KERNELS}", rates.replay_s)):
+        if seconds is not None:
+            rows.append((name, f"{1e6 * seconds:.1f} µs"))
     return rows
 
 

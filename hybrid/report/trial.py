@@ -112,7 +112,8 @@ class Trial:
     decode_s: tuple[float, ...] = ()
     """Seconds a step (a token of every sequence), one a repeat."""
     launch_s: float | None = None
-    """Of a step, the seconds in which the device waits for its host to launch work. None: nothing here measures it."""
+    """Of a step, the seconds in which the device waits for its host to launch work. None: nothing here
+    measures it in a run; what a launch costs by itself, `hybrid machine` measures."""
     moved_bytes: float | None = None
     """K and V, queries and results that a step of decode moved between the device and host memory, both ways, as the
     copies counted them; None where there is no head. What is moved is not what is saved."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hybrid.schedule.launch import KERNELS
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.rates import Coefficients, HalfRates
 
@@ -52,8 +53,11 @@ def assumed_rates(machine: Machine, device: str) -> Coefficients:
         )
     else:
         flop = rates.device_flop_per_s or FALLBACK_FLOP
+        launched_s = DEVICE_LAYER_S if rates.launch_s is None else KERNELS * rates.launch_s
+        layer_s = launched_s if rates.replay_s is None else rates.replay_s
         head = HalfRates(
-            layer_s=DEVICE_LAYER_S,
+            layer_s=layer_s,
+            chunk_layer_s=max(0.0, launched_s - layer_s),  # graphs are decode's
             weight_bytes_per_s=DEVICE_SHARE * (rates.device_bytes_per_s or FALLBACK_BYTES),
             flop_per_s=MATMUL_SHARE * flop,
             kv_bytes_per_s=DEVICE_SHARE * (rates.device_bytes_per_s or FALLBACK_BYTES),

@@ -78,6 +78,10 @@ class Rates:
     d2h_pageable_bytes_per_s: float | None = None
     disk_bytes_per_s: float | None = None
     """Sequential read where the models lie."""
+    launch_s: float | None = None
+    """Not a rate: seconds of launching one kernel that has nothing to do (`hybrid.schedule.launch`)."""
+    replay_s: float | None = None
+    """Seconds of replaying a graph of `launch.KERNELS` of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

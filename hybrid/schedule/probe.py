@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid import _native
 from hybrid.schedule import facts
+from hybrid.schedule.launch import LaunchCost, launch_cost
 from hybrid.schedule.limits import available_ram
 from hybrid.schedule.machine import Gpu, Machine, Rates
 
@@ -153,6 +154,7 @@ def _gpu_rates(name: str, host: Rates) -> Rates:
     source, target = (torch.ones(4 * COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     part = target[:COPY_BYTES]
     side = 4096
+    launches = _launch_cost(device, synchronize)
     a = torch.ones(side, side, dtype=torch.float16, device=device)
 
     def timed(amount: float, work: Callable[[], Any]) -> float:
@@ -171,7 +173,24 @@ def _gpu_rates(name: str, host: Rates) -> Rates:
         h2d_pageable_bytes_per_s=timed(COPY_BYTES, lambda: part.copy_(pageable)),
         d2h_bytes_per_s=timed(COPY_BYTES, lambda: pinned.copy_(part, non_blocking=True)),
         d2h_pageable_bytes_per_s=timed(COPY_BYTES, lambda: pageable.copy_(part)),
+        launch_s=launches.launch_s,
+        replay_s=launches.replay_s,
     )
+
+
+def _launch_cost(device: Any, synchronize: Callable[[], Any]) -> LaunchCost:
+    """Of a torch device; graphs are CUDA's."""
+    import torch
+
+    number = torch.zeros(1, device=device)
+
+    def record(run: Callable[[], object]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    return launch_cost(lambda: number.add_(1), synchronize, record if device.type == "cuda" else None)
 
 
 # -- disk --------------------------------------------------------------------------------------------------------------

@@ -257,5 +257,6 @@ def test_measuring_a_machine_without_a_gpu_needs_no_torch(tmp_path: Path) -> Non
     assert "emulated" in machine.notes[0]
     rates = {name: getattr(machine.rates, name) for name in RATES}
     assert rates.pop("disk_bytes_per_s") is None
+    assert rates.pop("launch_s") is rates.pop("replay_s") is None  # nothing is launched
     assert all(rate > 0 for rate in rates.values())
     assert machine.rates.host_bytes_per_s >= machine.rates.host_bytes_per_s_one_core  # type: ignore[operator]
