@@ -99,14 +99,14 @@ def command(model: str | None, plot: Path | None, as_json: bool, **options: Any)
             show(what, spent / max(spent + left, 1e-9))
 
         report = tune(resolve_model(model), request, name=name, on_progress=on_progress)
-    if plot is not None:
-        from hybrid.report.plot import plot_tuning
-
-        plot_tuning(report, plot)
     if as_json:
         click.echo(json.dumps(report.to_dict(), ensure_ascii=False))
     else:
         _print(report)
+    if plot is not None:
+        from hybrid.report.plot import plot_tuning
+
+        plot_tuning(report, plot)
     if report.interrupted:
         sys.exit(INTERRUPTED)
     if report.trouble:

@@ -153,5 +153,5 @@ def _load(
 def _join(thread: threading.Thread) -> None:
     """Wait for the thread, whatever the user presses: its callbacks point into objects of the caller."""
     while thread.is_alive():
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):
             thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.schedule.placement import KVDtype, Placement
-from hybrid.tail.context import Context, Float32s, context_params
+from hybrid.tail.context import Context, Float32s, Int32s, context_params
 from hybrid.tail.llama import lib
 from hybrid.tail.model import open_files
 from hybrid.tail.vocab import Vocabulary
@@ -66,6 +67,8 @@ class Reference(Context):
                 params.cb_eval = self._tap.callback
             super().__init__(model, params)
             self.vocabulary = Vocabulary(model)
+            self._thread = ThreadPoolExecutor(1, "hybrid-reference")
+            self._thread.submit(int).result()  # a signal amid the start of a thread would leave one that is not known
         except BaseException:
             model.close()
             raise
@@ -83,6 +86,19 @@ class Reference(Context):
             rows.append(self.logits_block().copy())
         return np.concatenate(rows)
 
+    def decode(
+        self, inputs: Int32s | Float32s, positions: Int32s, seqs: Int32s, outputs: npt.NDArray[np.bool_]
+    ) -> None:
+        """As `Context.decode`, on a thread of its own: Python raises what a signal means (Ctrl-C, SIGTERM) in the main
+        thread, and there it would be lost where it fell into a callback of the taps. This one aborts and passes it on.
+        """
+        try:
+            self._thread.submit(super().decode, inputs, positions, seqs, outputs).result()
+        except (KeyboardInterrupt, SystemExit):
+            self.abort()
+            self._thread.submit(int).result()  # when the evaluation has ended
+            raise
+
     def tapped(self, name: str) -> Float32s:
         """What tensor `name` has held since the last call: [n_tokens, its width], in llama.cpp's order, which is the
         batch's order as long as there is one sequence."""
@@ -94,6 +110,7 @@ class Reference(Context):
 
     def close(self) -> None:
         """Free the context and the model. Harmless when repeated."""
+        self._thread.shutdown()
         super().close()
         self.model.close()
 

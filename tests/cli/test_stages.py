@@ -102,6 +102,17 @@ def test_a_signal_ends_the_program_at_every_stage(
     assert "hybrid: " not in done.stderr or number == signal.SIGINT
 
 
+@pytest.mark.parametrize("number", CODES)
+def test_a_signal_amid_a_callback_of_llama_cpp_is_not_lost(
+    tmp_path: Path, tiny: Path, environment: dict[str, str], number: int
+) -> None:
+    """ctypes prints what a callback raises, and goes on."""
+    args = ["inspect", str(tiny), "--verify", "--device", "cpu", "-t", "1"]
+    done = run_staged(tmp_path, environment, "hybrid.tail.reference:Tap._on_tensor", number, args)
+    assert (done.returncode, done.stdout) == (CODES[signal.Signals(number)], ""), done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_a_signal_while_a_template_is_rendered(tmp_path: Path, tiny: Path, environment: dict[str, str]) -> None:
     args = ["chat", str(tiny), "-n", "4", "-t", "1", "-ngl", "0"]
     done = run_staged(tmp_path, environment, "hybrid.runtime.renderer:Renderer._answer", signal.SIGTERM, args, "hi\n")
