@@ -77,3 +77,4 @@ def test_stats_has_what_the_line_may_leave_out(n_gpu_layers: int) -> None:
     where = {0: "all layers on the CPU", 2: "2 layers on cpu, the other 2 in llama.cpp", 4: "4 layers on cpu\n"}
     assert where[n_gpu_layers] in text
     assert ("(emulated)" in text) == (n_gpu_layers > 0)
+    assert ("KV cache device f16" in text) == (n_gpu_layers > 0), "without layers there the device has no cache"

@@ -51,11 +51,12 @@ def stats(model: Hybrid, last: Completion | None) -> str:
     """What the last answer took, and what runs where."""
     where, n_layers = model.placement, model.engine.spec.n_layers
     k = where.n_gpu_layers
+    kv = f"{where.kv} {where.kv_dtype}" if k else where.kv_dtype
     others = f", the other {n_layers - k} in llama.cpp" if 0 < k < n_layers else ""
     lines = [
         f"model    {model.model_path}",
         f"layers   {where.where}{others}",
-        f"context  {model.n_used:,} of {model.n_ctx:,} tokens, KV cache {where.kv} {where.kv_dtype}",
+        f"context  {model.n_used:,} of {model.n_ctx:,} tokens, KV cache {kv}",
     ]
     if last is not None:
         speed, reused = last.timings, last.n_cached_tokens
