@@ -55,6 +55,15 @@ def test_at_80_columns_only_what_stays_the_same_is_left_out() -> None:
     assert line == "53 tokens · read 12, reused 60 · first 12.3 s · 41.2 tok/s · context 125/4,096"
 
 
+def test_an_answer_that_its_limit_cut_off_is_called_that() -> None:
+    done = copy(DONE)
+    done.finish_reason = "length"
+    assert status(model(), done, 80).startswith("cut off · ")  # type: ignore[arg-type]
+    assert "153 tokens, cut off, the first after" in stats(model(), done)  # type: ignore[arg-type]
+    done.finish_reason = "stop"
+    assert status(model(), done, 80).startswith("153 tokens")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("n_gpu_layers", [0, 2, 4])
 def test_stats_has_what_the_line_may_leave_out(n_gpu_layers: int) -> None:
     text = stats(model(n_gpu_layers), DONE)  # type: ignore[arg-type]
@@ -68,3 +77,4 @@ def test_stats_has_what_the_line_may_leave_out(n_gpu_layers: int) -> None:
     where = {0: "all layers on the CPU", 2: "2 layers on cpu, the other 2 in llama.cpp", 4: "4 layers on cpu\n"}
     assert where[n_gpu_layers] in text
     assert ("(emulated)" in text) == (n_gpu_layers > 0)
+    assert ("KV cache device f16" in text) == (n_gpu_layers > 0), "without layers there the device has no cache"

@@ -305,8 +305,11 @@ def test_an_export_is_markdown_or_json_and_replaces_nothing_unasked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = chat_with(FakeModel(), system="Be kind.")
-    chat.take("hi")
     path = tmp_path / "chat.md"
+    chat.take(f"/export {path}")
+    assert "Nothing was said yet" in capsys.readouterr().err
+    assert not path.exists()
+    chat.take("hi")
     chat.take(f"/export {path}")
     assert path.read_text().split("\n\n")[2:] == [
         "## System", "Be kind.", "## User", "hi", "## Assistant", "You said hi\n"

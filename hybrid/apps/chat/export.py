@@ -17,9 +17,11 @@ VERSION = 1
 def export(conversation: Conversation, path: Path, *, replace: bool = False) -> int:
     """Write all messages to `path`, in the format of its ending; returns their number.
 
-    Raises BadRequestError for another ending, a file that is there already (unless `replace`), or one that cannot be
-    written.
+    Raises BadRequestError where there are none, for another ending, a file that is there already (unless `replace`), or
+    one that cannot be written.
     """
+    if not conversation.messages:
+        raise BadRequestError("Nothing was said yet that could be written.")
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise BadRequestError(f"{path} ends neither in .md nor in .json: which of the two is it to be?")

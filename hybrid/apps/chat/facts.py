@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 36
 SEPARATOR = " · "
+EARLY = {"interrupted": "stopped", "length": "cut off"}
+"""How an answer ended that is not whole: by Ctrl-C; by -n or the context's end."""
 LEAST_FIRST = ("RAM", "VRAM", "layers", "first", "prompt", "tokens", "speed")
 """Of the line about an answer, what a narrow terminal has no room for: first what stays the same from answer to answer.
 The context's use is never left out."""
@@ -26,7 +28,7 @@ def status(model: Hybrid, last: Completion, width: int | None = None) -> str:
     new = last.n_prompt_tokens - last.n_cached_tokens
     vram = mib(last.memory.device_bytes) + (" (emulated)" if where.device == "cpu" else "")
     parts = {
-        "stopped": "stopped" if last.finish_reason == "interrupted" else "",
+        "early": EARLY.get(last.finish_reason, ""),
         "tokens": _count(len(last.tokens), "token"),
         "prompt": f"read {new:,}, reused {last.n_cached_tokens:,}",
         "first": "" if timings.ttft_s is None else f"first {_seconds(timings.ttft_s)}",
@@ -49,23 +51,24 @@ def stats(model: Hybrid, last: Completion | None) -> str:
     """What the last answer took, and what runs where."""
     where, n_layers = model.placement, model.engine.spec.n_layers
     k = where.n_gpu_layers
+    kv = f"{where.kv} {where.kv_dtype}" if k else where.kv_dtype
     others = f", the other {n_layers - k} in llama.cpp" if 0 < k < n_layers else ""
     lines = [
         f"model    {model.model_path}",
         f"layers   {where.where}{others}",
-        f"context  {model.n_used:,} of {model.n_ctx:,} tokens, KV cache {where.kv} {where.kv_dtype}",
+        f"context  {model.n_used:,} of {model.n_ctx:,} tokens, KV cache {kv}",
     ]
     if last is not None:
         speed, reused = last.timings, last.n_cached_tokens
         prefill = "" if speed.prefill_tok_per_s is None else f", {speed.prefill_tok_per_s:,.1f} tokens per second"
         decode = "" if speed.decode_tok_per_s is None else f", {speed.decode_tok_per_s:,.1f} tokens per second"
         first = "" if speed.ttft_s is None else f", the first after {_seconds(speed.ttft_s)}"
-        stopped = ", stopped" * (last.finish_reason == "interrupted")
+        early = f", {EARLY[last.finish_reason]}" if last.finish_reason in EARLY else ""
         emulated = " (emulated)" * (k > 0 and where.device == "cpu")
         device, host = mib(last.memory.device_bytes), mib(last.memory.host_bytes)
         lines += [
             f"prompt   {_count(last.n_prompt_tokens, 'token')}, {reused:,} of them reused{prefill}",
-            f"answer   {_count(len(last.tokens), 'token')}{stopped}{first}{decode}",
+            f"answer   {_count(len(last.tokens), 'token')}{early}{first}{decode}",
             f"memory   {device} on the device{emulated}, {host} on the host",
         ]
     return "\n".join(lines)
