@@ -31,7 +31,7 @@ LINES = [
     "/split",
     "/save paris",
 ]
-OPTIONS = ["smollm2-135m", "-ngl", "15", "--device", "cpu", "--temp", "0", "-n", "120", "-c", "2048",
+OPTIONS = ["smollm2-135m", "-ngl", "15", "--device", "cpu", "--temp", "0", "-n", "160", "-c", "2048",
            "--system", "You are a helpful assistant."]  # fmt: skip
 
 
