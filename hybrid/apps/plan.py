@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,10 @@ from hybrid.schedule.budget import VRAM_RESERVE, Budget, mib, ram_budget, ram_ma
 from hybrid.schedule.candidates import Candidate, best, candidates, smallest_vram
 from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_prior import assumed_rates
+from hybrid.schedule.cost_runs import corrected
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.placement import KVDtype, Placement
-from hybrid.schedule.rates import Coefficients
+from hybrid.schedule.profile import Profile
 from hybrid.schedule.sentences import EMULATED, longer_than_trained
 
 SMALLER_BITS = 4.5
@@ -79,18 +80,18 @@ class PlanReport:
         }
 
 
-def make_plan(
-    spec: ModelSpec, machine: Machine, request: PlanRequest, fitted: Mapping[str, Coefficients] | None = None
-) -> PlanReport:
-    """Judge every candidate; with `fitted` rates (by the kind of the head's device) where there are some, or what the
-    machine's figures suggest. Raises BadRequestError for a senseless request."""
+def make_plan(spec: ModelSpec, machine: Machine, request: PlanRequest, profile: Profile | None = None) -> PlanReport:
+    """Judge every candidate; with the rates fitted for the head's device in `profile` where there are some, or what the
+    machine's figures suggest, corrected by the runs remembered there. Raises BadRequestError for a senseless request.
+    """
     if request.n_ctx < 1 or request.n_sequences < 1:
         raise BadRequestError("A plan needs a context and a number of sequences of 1 or more.")
     device = request.device or (machine.gpu.device if machine.gpu else "cpu")
     base = _base(device, request)
     budget = _budget(machine, device, request)
-    rates = (fitted or {}).get(device.partition(":")[0]) or assumed_rates(machine, device)
-    model = CostModel(spec, machine, rates)
+    profile = profile or Profile()
+    rates = profile.rates.get(device.partition(":")[0]) or assumed_rates(machine, device)
+    model, runs = corrected(CostModel(spec, machine, rates), device, profile.records)
     found = candidates(model, base, budget, n_batch=request.n_batch, tpot_s=request.tpot_s)
     winner = best(found)
     return PlanReport(
@@ -101,7 +102,7 @@ def make_plan(
         best=winner,
         flags=" ".join(flags(winner.placement, spec, machine.cpu.cores)) if winner else "",
         uncertainty=model.rates.uncertainty,
-        notes=tuple(_notes(model, base, budget, request)),
+        notes=(*profile.notes, *_notes(model, runs, base, budget, request)),
         advice=tuple(_advice(model, base, budget, request, winner)),
     )
 
@@ -132,11 +133,13 @@ def _budget(machine: Machine, device: str, request: PlanRequest) -> Budget:
     return Budget(vram_bytes=vram, ram_bytes=ram)
 
 
-def _notes(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> Iterator[str]:
+def _notes(model: CostModel, runs: int, base: Placement, budget: Budget, request: PlanRequest) -> Iterator[str]:
     if model.rates.measured:
         yield "Speeds rest on measurements of this model here (hybrid tune)."
     else:
         yield from model.machine.notes
+    if runs:
+        yield f"Speeds are corrected by {runs} run{'s' * (runs > 1)} of this model here."
     if base.device == "cpu" and model.machine.gpu is not None:
         yield EMULATED
     if request.n_ctx > model.spec.n_ctx_train > 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from hybrid.model.spec import ModelSpec
     from hybrid.schedule.candidates import Candidate
     from hybrid.schedule.machine import Machine
-    from hybrid.schedule.rates import Coefficients
+    from hybrid.schedule.profile import Profile
 
 ROWS = 12
 """About as many placements as a person wants to compare; --json has them all."""
@@ -65,7 +64,7 @@ def command(model: str | None, shape: str | None, machine: str | None, as_json: 
 def _report(model: str | None, shape: str | None, machine: str | None, options: Any) -> tuple[PlanReport, str]:
     from hybrid.apps.plan import PlanRequest, make_plan
 
-    spec, title, fitted = _model(model, shape, remembered=machine is None)
+    spec, title, profile = _model(model, shape, remembered=machine is None)
     request = PlanRequest(
         n_ctx=options["n_ctx"],
         n_sequences=options["n_sequences"],
@@ -76,17 +75,17 @@ def _report(model: str | None, shape: str | None, machine: str | None, options: 
         vram_reserve=options["vram_reserve"],
         tpot_s=options["tpot"],
     )
-    return make_plan(spec, _machine(machine), request, fitted), title
+    return make_plan(spec, _machine(machine), request, profile), title
 
 
-def _model(model: str | None, shape: str | None, remembered: bool) -> tuple[ModelSpec, str, Mapping[str, Coefficients]]:
-    """The model, what to call it, and the rates that were fitted to it on this machine."""
+def _model(model: str | None, shape: str | None, remembered: bool) -> tuple[ModelSpec, str, Profile | None]:
+    """The model, what to call it, and what is remembered of it on this machine."""
     if shape is not None:
         from hybrid.schedule.shape import parse_shape, shape_spec
 
         if model is not None:
             raise BadRequestError("Give a model or a --shape, not both.")
-        return shape_spec(parse_shape(shape)), f"shape {shape}", {}
+        return shape_spec(parse_shape(shape)), f"shape {shape}", None
     from hybrid.model.architectures import read_spec
     from hybrid.model.catalog import resolve_model
     from hybrid.model.file import ModelFile
@@ -94,8 +93,8 @@ def _model(model: str | None, shape: str | None, remembered: bool) -> tuple[Mode
     from hybrid.schedule.profile import ProfileStore
 
     with ModelFile(resolve_model(model)) as file:
-        rates = ProfileStore(identify(file)).load().rates if remembered else {}
-        return read_spec(file), str(file.path), rates
+        profile = ProfileStore(identify(file)).load() if remembered else None
+        return read_spec(file), str(file.path), profile
 
 
 def _machine(name: str | None) -> Machine:
