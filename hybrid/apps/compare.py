@@ -293,7 +293,11 @@ class _Session:
         mode = re.sub(r"[^a-z0-9.]+", "-", row.mode)
         name = f"{self.n_run:03}-{mode}-d{s.depth}-s{s.n_sequences}-{s.kv_dtype}-run{number + 1}.json"
         facts = {"mode": row.mode, **trial.to_dict()}
-        write_atomically(self.save / name, json.dumps(facts, ensure_ascii=False) + "\n")
+        try:
+            write_atomically(self.save / name, json.dumps(facts, ensure_ascii=False) + "\n")
+        except OSError as e:  # a full disk is no reason to lose what is still to be measured
+            self.notes.append(f"{self.save} holds the runs before {name} only: {e.strerror}.")
+            self.save = None
 
     # -- after -------------------------------------------------------------------------------------------------------
 

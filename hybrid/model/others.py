@@ -61,7 +61,7 @@ def _blob(folder: Path, manifest: Path, name: str) -> Path:
         digests = [layer["digest"] for layer in layers if layer.get("mediaType") == MODEL_LAYER]
     except OSError as e:
         raise BadRequestError(f"{manifest} cannot be read: {e.strerror}.") from e
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise BadRequestError(f"{manifest} is not a manifest of Ollama's.") from e
     if not digests:
         raise BadRequestError(

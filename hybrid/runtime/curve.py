@@ -77,7 +77,7 @@ class BatchCurve:
 def curve_of(engine: Engine, cache: Path | None = None) -> BatchCurve:
     """The curve of this engine: the one kept, or it is measured now (which empties sequence 0) and kept."""
     path = (cache or cache_dir()) / f"batch-{_key(engine)}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         return BatchCurve.from_dict(json.loads(path.read_text()))
     curve = measure(engine)
     _keep(path, curve)

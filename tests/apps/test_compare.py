@@ -3,6 +3,7 @@ last tests, which run a tiny model for real."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -148,6 +149,19 @@ def test_no_two_comparisons_share_a_folder_even_if_they_begin_in_the_same_second
     assert {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.json")} == {
         "2026-01-02-030405/001-llama.cpp-d16-s1-f16-run1.json", "2026-01-02-030405-2/001-llama.cpp-d16-s1-f16-run1.json"
     }  # fmt: skip
+
+
+def test_a_full_disk_costs_only_the_files(
+    model: Path, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hybrid.apps.compare.write_atomically", fail)
+    report = run(model, tmp_path / "trials")
+    assert all(row.trials for row in report.rows)
+    assert [note for note in report.notes if "001-device" in note and "No space left" in note]
+    assert sum("No space left" in note for note in report.notes) == 1
 
 
 def test_the_default_is_a_depth_that_everything_completes_and_one_where_the_device_ends(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -197,10 +198,14 @@ def test_a_checkpoint_cut_off_at_any_byte_gives_the_answers_before_it(tmp_path: 
             assert [checkpoint.get(job(i)) for i in range(sound + 1)] == [answer(i) for i in range(sound + 1)]
 
 
-def test_a_damaged_line_and_what_follows_it_are_ignored(tmp_path: Path) -> None:
+NESTED = b"[" * 20_000
+
+
+@pytest.mark.parametrize("damage", [b"7", b"%08x %s\n" % (zlib.crc32(NESTED), NESTED)])
+def test_a_damaged_line_and_what_follows_it_are_ignored(damage: bytes, tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     lines = path.read_bytes().splitlines(keepends=True)
-    lines[2] = lines[2].replace(b"text 1", b"text 7")
+    lines[2] = lines[2].replace(b"text 1", b"text 7") if damage == b"7" else damage
     path.write_bytes(b"".join(lines))
     with Checkpoint(tmp_path, "a.txt", PARTS, resume=True) as checkpoint:
         assert len(checkpoint) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ from hybrid.head.kv import host
 from hybrid.head.kv.base import QKV, KVCache
 from hybrid.head.kv.bus import Bus
 from hybrid.head.kv.cache import open_cache
+from hybrid.head.kv.state import MAGIC, PREFIX
 from hybrid.head.memory import LiveBytes
 from hybrid.model.spec import FfnSpec, LayerSpec
 from hybrid.schedule import kv_tiers
@@ -285,6 +287,12 @@ class TestState:
             with pytest.raises(BadRequestError):
                 cache.load(1, bad)
         assert cache.length(1) == 0
+
+    @pytest.mark.parametrize("header", [b"[" * 20_000, b"\xff", b"[]"])
+    def test_a_header_that_was_made_to_be_trusted_is_not(self, header: bytes) -> None:
+        forged = PREFIX.pack(MAGIC, len(header), zlib.crc32(header)) + header
+        with pytest.raises(BadRequestError, match="its header makes no sense"):
+            open_cache(LAYERS, PLACEMENT, CPU).load(0, forged)
 
     @pytest.mark.parametrize(
         ("placement", "layers", "message"),

@@ -183,7 +183,7 @@ def test_another_machines_measurement_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 1}', '{"version": 1, "machine": {"gpus": 3}}', '{"version": 0}']
+    "text", ["", "{", "[]", "[" * 20_000, '{"version": 1}', '{"version": 1, "machine": {"gpus": 3}}', '{"version": 0}']
 )
 def test_a_damaged_memory_is_measured_anew(tmp_path: Path, text: str) -> None:
     machine = measured()

@@ -218,7 +218,7 @@ class Store:
         """What SQLite or the file's contents may raise, as a sentence."""
         try:
             yield
-        except (sqlite3.Error, TypeError, ValueError) as e:
+        except (sqlite3.Error, TypeError, ValueError, RecursionError) as e:
             damaged = getattr(e, "sqlite_errorcode", None) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
             hint = "; with that file moved away, a new one is begun" * damaged
             raise BadFileError(f"The conversations in {self.path} cannot be read or written: {e}{hint}.") from e

@@ -194,7 +194,7 @@ def _records(file: IO[bytes]) -> Iterator[tuple[dict[str, Any], int]]:
             return
         try:
             record = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(record, dict):
             return

@@ -85,7 +85,10 @@ def _open(state: bytes) -> tuple[dict[str, Any], memoryview]:
     rest = memoryview(state)[PREFIX.size :]
     if header_bytes > len(rest) or zlib.crc32(rest) != crc:
         raise BadRequestError("The saved state is damaged or truncated: its checksum does not match.")
-    header = json.loads(bytes(rest[:header_bytes]))
+    try:
+        header = json.loads(bytes(rest[:header_bytes]))
+    except (ValueError, RecursionError):
+        header = None
     if not isinstance(header, dict):
         raise BadRequestError("The saved state is damaged: its header makes no sense.")
     return header, rest[header_bytes:]
