@@ -15,9 +15,10 @@ from hybrid.apps.remember import record_of
 from hybrid.apps.runner import run_calibration, run_trial
 from hybrid.apps.tune_candidates import REPEATS, chosen_depth, chosen_device, chosen_placements
 from hybrid.apps.tune_pace import Pace
+from hybrid.apps.tune_rows import row_of
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
-from hybrid.report.trial import LEAST_DECODED, Condition, Spread, Trial
+from hybrid.report.trial import LEAST_DECODED, Condition, Trial
 from hybrid.report.tuning import Row, TuneReport, TuneRequest
 from hybrid.schedule.budget import Budget, ram_budget
 from hybrid.schedule.cost import CostModel
@@ -347,7 +348,7 @@ class _Session:
     def _report(self, reused: int) -> TuneReport:
         estimate = self._estimate()
         best = estimate.belief.leader(self._open())
-        rows = tuple(self._row(estimate, i, best) for i in range(len(self.placements)))
+        rows = tuple(row_of(estimate, i, best, self._needs(p)["vram"]) for i, p in enumerate(self.placements))
         if self.interrupted:
             self.notes.append("Interrupted: what was measured is kept, and the next tune goes on from there.")
         others = any(row.measured and row.placement.n_offloaded for row in rows)
@@ -369,47 +370,3 @@ class _Session:
             interrupted=self.interrupted,
             elapsed_s=self._spent(),
         )
-
-    def _row(self, estimate: Estimate, i: int, best: int | None) -> Row:
-        p, objective = self.placements[i], self.request.objective
-        records = estimate.records_of(i)
-        timed = [r for r in records if measured_s(r, objective) is not None]
-        timed = [r for r in timed if r.source == "tune"] or timed  # a chat's speed is better than none
-        samples = [s for r in timed for s in (r.prefill_s if objective == "ttft" else r.decode_s)]
-        failures = [r for r in records if r.failure]
-        verdict, message = "not measured", ""
-        if failures:
-            verdict, message = failures[-1].failure, failures[-1].message
-        elif samples and best is not None:
-            verdict = _verdict(estimate, i, best)
-        return Row(
-            placement=p,
-            vram_bytes=self._needs(p)["vram"],
-            ram_bytes=ledger_of(self.spec, p).ram_bytes,
-            predicted_s=_predicted_s(estimate, i, timed),
-            measured=None if failures else Spread.of(samples),
-            n_runs=len(timed),
-            device_bytes=max((r.device_bytes for r in timed if r.device_bytes), default=None),
-            host_bytes=max((r.host_bytes for r in timed if r.host_bytes), default=None),
-            verdict=verdict,
-            message=message,
-        )
-
-
-def _predicted_s(estimate: Estimate, i: int, timed: Sequence[Record]) -> float | None:
-    """What was predicted before the first of the measurements `timed`: later predictions know the answer. None where
-    nobody predicted, before a chat."""
-    if not timed:
-        return math.exp(estimate.belief.mean[i])
-    return next((record.predicted_s for record in timed if record.predicted_s is not None), None)
-
-
-def _verdict(estimate: Estimate, i: int, best: int) -> str:
-    """ "best", "tie" where twice the spread does not tell them apart, or how much longer it takes."""
-    if i == best:
-        return "best"
-    mean, sd = estimate.belief.apart(i, best)
-    if mean <= 2 * sd:
-        return "tie"
-    times = math.exp(mean)
-    return f"{times:.1f} x slower" if times >= 2 else f"{100 * (times - 1):.0f} % slower"
