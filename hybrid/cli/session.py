@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -141,17 +141,24 @@ def _decode(data: bytes, what: str) -> str:
 def emit(session: Session, stream: Stream, *, as_json: bool, max_tokens: int | None, chat: bool = False) -> None:
     """Print a stream's text on stdout as it is made, or with `as_json` the whole as one object at the end.
 
-    A chat's answer is printed without the white space some formats leave before it.
+    A chat's answer is printed without the white space some formats leave before it. Where something ends the text
+    amid a line, what is said of it goes on a line of its own.
     """
     begun, last = False, ""
-    for piece in stream:
-        session.progress.clear()
-        text = piece.lstrip() if chat and not begun else piece
-        begun = begun or bool(text)
-        if text and not as_json:
-            sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
-            sys.stdout.flush()
-            last = text
+    try:
+        for piece in stream:
+            session.progress.clear()
+            text = piece.lstrip() if chat and not begun else piece
+            begun = begun or bool(text)
+            if text and not as_json:
+                last = text
+                sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
+                sys.stdout.flush()
+    except BaseException:
+        if last and not last.endswith("\n"):
+            with suppress(OSError, ValueError):  # it may be stdout that failed, or is closed
+                click.echo()
+        raise
     session.say_notes()
     completion = stream.completion
     assert completion is not None, "a stream that is exhausted has its completion"

@@ -34,7 +34,7 @@ def test_a_conversation_outlives_a_kill_and_opens_with_its_state(
 ) -> None:
     options = (smollm, "--temp", "0", "-n", "32", "-c", "1024", "--system", "You are a helpful assistant.")
     (tmp_path / "notes.txt").write_text("The boat is called Anna. It is red and leaves at nine.\n")
-    with terminal(*options, env=environment) as window:
+    with terminal(*options, env=environment, columns=120) as window:  # where all the asked for has room, however fast
         window.expect("Ctrl-D leaves")
         first = " ".join(window.say("What is the capital of France?").split())
         assert "The capital of France is Paris." in first

@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 import termios
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pexpect
 import pytest
 
+from hybrid.cli.progress import ProgressBar
+from hybrid.cli.session import emit
+from hybrid.errors import BadRequestError
 from tests.cli.conftest import HYBRID, Run
 from tests.tiny import write_tiny
 
@@ -232,3 +237,17 @@ def test_the_chat_remembers_what_was_typed_last_time(tiny: Path, environment: di
             chat.expect(pexpect.EOF)
         finally:
             chat.close(force=True)
+
+
+@pytest.mark.parametrize(("pieces", "shown"), [(("Rome", " is"), "Rome is\n"), (("Rome\n",), "Rome\n"), ((), "")])
+def test_what_is_said_of_an_error_amid_a_line_goes_on_its_own(
+    pieces: tuple[str, ...], shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing() -> Iterator[str]:
+        yield from pieces
+        raise BadRequestError("The model's output is not a number.")
+
+    session = SimpleNamespace(progress=ProgressBar(), model=None, say_notes=lambda: None)
+    with pytest.raises(BadRequestError):
+        emit(session, failing(), as_json=False, max_tokens=None)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == shown
