@@ -102,7 +102,10 @@ class Window:
         """Read on until it has ended; the exit code, negative for a signal."""
         while self._read():
             pass
-        self.child.wait()
+        deadline = time.monotonic() + self.patience_s
+        while self.child.isalive():
+            assert time.monotonic() < deadline, f"it does not end\n{self.text}"
+            time.sleep(0.01)
         return self.child.exitstatus if self.child.exitstatus is not None else -int(self.child.signalstatus or 0)
 
     def close(self) -> None:
