@@ -91,5 +91,6 @@ def instruction_sets() -> list[str]:
 
 def read_bandwidth(n_bytes: int, n_threads: int, seconds: float) -> float:
     """Bytes a second from the quickest of the passes over n_bytes of fresh memory that fit into `seconds` (two at
-    least). Releases the interpreter lock. Raises ValueError for numbers out of range, MemoryError without the memory.
+    least). Releases the interpreter lock, and what a signal's handler raises ends it. Raises ValueError for numbers
+    out of range, MemoryError without the memory.
     """

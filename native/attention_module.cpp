@@ -68,6 +68,15 @@ void attend_addresses(std::uintptr_t q, std::uintptr_t out, std::uintptr_t lse, 
     attend(work, n_threads, instruction_set);
 }
 
+// A signal's handler runs amid the measurement, and what it raises ends it.
+double measured_bandwidth(std::int64_t n_bytes, int n_threads, double seconds) {
+    return read_bandwidth(n_bytes, n_threads, seconds, [] {
+        const nb::gil_scoped_acquire acquired;
+        if (PyErr_CheckSignals() != 0)
+            throw nb::python_error();
+    });
+}
+
 } // namespace
 
 void bind_attention(nb::module_& m) {
@@ -76,7 +85,7 @@ void bind_attention(nb::module_& m) {
           nb::arg("scale"), nb::arg("window"), nb::arg("softcap"), nb::arg("sinks"), nb::arg("n_threads"),
           nb::arg("instruction_set"));
     m.def("instruction_sets", &instruction_sets);
-    m.def("read_bandwidth", &read_bandwidth, nb::arg("n_bytes"), nb::arg("n_threads"), nb::arg("seconds"),
+    m.def("read_bandwidth", &measured_bandwidth, nb::arg("n_bytes"), nb::arg("n_threads"), nb::arg("seconds"),
           nb::call_guard<nb::gil_scoped_release>());
 }
 

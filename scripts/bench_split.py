@@ -150,12 +150,14 @@ def k0(models: Sequence[str], repeats: int) -> list[Row]:
                 pp = seconds(lambda: raw.decode(tokens, 0))
                 return pp, seconds(lambda: [raw.decode([t], N_PROMPT + i) for i, t in enumerate(tokens[:N_DECODE])])
 
-            ours(), theirs()
+            ours(), engine.on_tail_thread(theirs)  # one thread for both: see there what it costs to have two
             runs = []
             for i in range(2 * repeats):
-                first, second = (ours, theirs) if i % 2 else (theirs, ours)
-                a, b = first(), second()
-                runs.append((a, b) if first is ours else (b, a))
+                if i % 2:
+                    a, b = ours(), engine.on_tail_thread(theirs)
+                else:
+                    b, a = engine.on_tail_thread(theirs), ours()
+                runs.append((a, b))
         for index, what, n in ((0, "pp512", N_PROMPT), (1, "tg64", N_DECODE)):
             middle, spread = ratio([(theirs_s[index], ours_s[index]) for ours_s, theirs_s in runs])
             rows.append(

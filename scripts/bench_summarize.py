@@ -139,7 +139,7 @@ def parallel(models: Sequence[str], repeats: int, threads: int) -> list[Row]:
                 found: dict[str, float] = {}
                 for n in (1, 4, 8):
                     for who in ("raw", "ours") if number % 2 else ("ours", "raw"):
-                        pp, tg = _raw_parallel(raw, n) if who == "raw" else _our_parallel(ours, n)
+                        pp, tg = _raw_parallel(raw, ours, n) if who == "raw" else _our_parallel(ours, n)
                         found |= {f"{who} pp{n}": pp, f"{who} tg{n}": tg}
                 rounds.append(found)
         rounds = rounds[1:]  # the first warms up
@@ -166,12 +166,17 @@ def parallel(models: Sequence[str], repeats: int, threads: int) -> list[Row]:
     return rows
 
 
-def _raw_parallel(raw: RawLlama, n: int) -> tuple[float, float]:
-    """Tokens per second of n prompts one after the other, and of n sequences decoding together."""
-    raw.clear()
-    prefill_s = seconds(lambda: [raw.prompt(random_tokens(N_PROMPT, seq), seq) for seq in range(n)])
-    decode_s = seconds(lambda: [raw.step([(1000 + i, N_PROMPT + i, seq) for seq in range(n)]) for i in range(N_DECODE)])
-    return n * N_PROMPT / prefill_s, n * N_DECODE / decode_s
+def _raw_parallel(raw: RawLlama, beside: Hybrid, n: int) -> tuple[float, float]:
+    """Tokens per second of n prompts one after the other, and of n sequences decoding together; on the thread that
+    computes in `beside`, for two would slow each other down (`Pipeline.on_tail_thread`)."""
+
+    def run() -> tuple[float, float]:
+        raw.clear()
+        pp = seconds(lambda: [raw.prompt(random_tokens(N_PROMPT, seq), seq) for seq in range(n)])
+        tg = seconds(lambda: [raw.step([(1000 + i, N_PROMPT + i, seq) for seq in range(n)]) for i in range(N_DECODE)])
+        return n * N_PROMPT / pp, n * N_DECODE / tg
+
+    return beside.engine.on_tail_thread(run)
 
 
 def _our_parallel(model: Hybrid, n: int) -> tuple[float, float]:
@@ -208,7 +213,7 @@ def speculation(models: Sequence[str], repeats: int, threads: int) -> list[Row]:
             samples: dict[str, list[dict[str, Any]]] = {what: [] for what in prompts}
             costs: list[list[float]] = []
             for number in range(repeats + 1):
-                costs.append(_raw_curve(raw))
+                costs.append(model.engine.on_tail_thread(lambda raw=raw: _raw_curve(raw)))  # type: ignore[misc]
                 for what, (prompt, options) in prompts.items():
                     order = (0, N_DRAFT) if number % 2 else (N_DRAFT, 0)
                     found: dict[str, Any] = {}

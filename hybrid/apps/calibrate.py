@@ -156,7 +156,9 @@ class _Halves:
         if head is not None:
             head_s, rows = self._pool.submit(_timed, self.clock.half, run_head).result()
         if tail is not None:
-            tail_s, _ = _timed(self.clock.half, lambda: tail.decode(rows, positions, seqs, wanted))
+            tail_s, _ = self.engine.on_tail_thread(
+                lambda: _timed(self.clock.half, lambda: tail.decode(rows, positions, seqs, wanted))
+            )
         return Measurement(placement=self.placement, kind="prefill", depth=at, n_tokens=n, head_s=head_s, tail_s=tail_s)
 
 

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Outputs = Literal["last", "all"]
 
 INLINE_TOKENS = 8
-"""Batches up to this size run on the caller's thread: over before Ctrl-C matters, and decode pays for no hand-over."""
+"""Batches up to this size go through one half after the other: over before Ctrl-C matters, and decode pays for no
+pipeline."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ class Engine(Pipeline):
         self._use_threads(self.placement.n_threads_tail, self.placement.n_threads_tail_batch)
         try:
             if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
-                finish(chunks[0], self._on_head_thread(chunks[0]))
+                chunk = chunks[0]
+                front = None if self.head is None else self._head_thread.do(lambda: self._front(chunk, alone=True))
+                self.on_tail_thread(lambda: finish(chunk, front))
             else:
                 self._pipeline(chunks, finish, progress or (lambda n: None))
         except BaseException:
@@ -188,7 +191,7 @@ class Engine(Pipeline):
         p = self.placement
         front = None if step.front is None else step.front.result()
         self._use_threads(*((p.n_threads_tail,) * 2 if step.alone else (p.n_threads_tail_batch,) * 2))
-        self._back(step.chunk, front)
+        self.on_tail_thread(lambda: self._back(step.chunk, front))
         for seq, tokens in step.rows.items():
             self._tokens[seq].extend(tokens)
 

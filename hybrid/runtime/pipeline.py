@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from hybrid.runtime.halves import Halves
 from hybrid.runtime.worker import Job, wait_all
 
 Logits = npt.NDArray[np.float32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,11 @@ class Pipeline(Halves):
         finally:
             front.release()
 
-    def _on_head_thread(self, chunk: Chunk) -> Parcel | Logits | None:
-        if self.head is None:
-            return None
-        job = self._head_thread.submit(lambda: self._front(chunk, alone=True))
-        try:
-            return job.result()
-        finally:
-            wait_all([job])  # Ctrl-C stops the waiting, not the head
+    def on_tail_thread(self, work: Callable[[], T]) -> T:
+        """Do it on the thread on which the tail computes, always that one: OpenMP, with which llama.cpp's CPU backend
+        computes, has a team of threads for each thread that calls it, and where the teams have more threads than there
+        are cores, all of them go to sleep at every barrier (libgomp; a token can take twice as long)."""
+        return work() if self.tail is None else self._tail_thread.do(work)
 
     def _pipeline(
         self,

@@ -63,6 +63,14 @@ class Worker:
         self._jobs.put(job)
         return job
 
+    def do(self, work: Callable[[], T]) -> T:
+        """`submit`, and wait: what it returned or raised. Interrupted, the waiting ends once the work is over."""
+        job = self.submit(work)
+        try:
+            return job.result()
+        finally:
+            wait_all([job])
+
     def close(self, wait: bool = True) -> None:
         """Finish what was submitted and end the thread; without `wait`, some time. Calling it again does nothing."""
         self._jobs.put(None)

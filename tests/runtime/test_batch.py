@@ -459,7 +459,7 @@ def test_closing_from_another_thread_ends_it_with_what_there_is(llama_f32: Path)
     def work() -> None:
         results = model.generate_many(["Hello", "world", "he"], max_tokens=400, ignore_eos=True)
         got.append(next(results)[1])
-        with pytest.raises(BadRequestError):  # between two results the model was closed
+        with pytest.raises((BadRequestError, StopIteration)):  # closed between two results, or with the last one
             next(results)
 
     forward = model.engine.head.forward  # type: ignore[union-attr]

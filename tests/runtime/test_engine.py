@@ -127,6 +127,26 @@ def test_interrupted_decodes_leave_buffers_and_halves_as_they_were(
         assert_invisible(last_logits(engine, TOKENS[10:11]), expected)
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_one_thread_gives_llama_cpp_all_its_work(llama_f32: Path, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP has a team of threads for each that calls it, and slows all of them down where they are too many."""
+    threads = []
+    with engine_of(llama_f32, k, n_sequences=2) as engine:
+        assert engine.tail is not None
+        decode = engine.tail.decode
+
+        def watched(*args: Any) -> None:
+            threads.append(threading.get_ident())
+            decode(*args)
+
+        monkeypatch.setattr(engine.tail, "decode", watched)
+        engine.evaluate(TOKENS[:70])
+        engine.evaluate(TOKENS[70:71])
+        engine.complete(engine.begin({0: TOKENS[71:72], 1: TOKENS[:1]}))
+        assert len(threads) >= 3
+        assert set(threads) == {engine.on_tail_thread(threading.get_ident)}
+
+
 @pytest.mark.parametrize("half", ["head", "tail"])
 @pytest.mark.parametrize("n", [1, 70])
 def test_a_half_that_fails_takes_the_other_back(llama_f32: Path, half: str, n: int, monkeypatch: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -243,6 +244,20 @@ def test_reading_memory_is_measured() -> None:
     for n_bytes, n_threads in ((0, 1), (-1, 1), (1 << 50, 1), (1 << 20, 0), (1 << 20, -3), (4096, 2)):
         with pytest.raises(ValueError, match="out of range"):
             _native.read_bandwidth(n_bytes, n_threads, 0.0)
+
+
+def test_a_signal_ends_the_reading_of_memory() -> None:
+    def told(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, told)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            _native.read_bandwidth(1 << 22, 2, 86400.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.skipif(bool(facts.gpus()), reason="with a GPU torch measures it")
