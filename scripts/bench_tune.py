@@ -65,7 +65,7 @@ OBJECTIVES: tuple[Objective, ...] = ("latency", "ttft")
 OUT_OF_MEMORY = ("out of memory", "out of RAM", "killed")
 START = time.perf_counter()
 Row = dict[str, Any]
-console = Console(width=None if sys.stdout.isatty() else 120)
+console = Console(width=None if sys.stdout.isatty() else 180)
 
 
 # -- simulated machines ------------------------------------------------------------------------------------------------
