@@ -25,7 +25,7 @@ from hybrid.schedule.placement import Placement
 from hybrid.schedule.rates import Coefficients
 
 VERSION = 2
-"""Of the file and of what its seconds mean: before 2, llama.cpp computed with two teams of threads, which slowed both."""
+"""Of the file and of what its seconds mean: before 2, llama.cpp computed with two teams of threads, and more slowly."""
 MOST_ALIKE, MOST_RECORDS = 20, 600
 """Records kept of one placement, and in all: the youngest."""
 PATIENCE_S = 2.0
