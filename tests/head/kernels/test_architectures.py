@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid.head.kernels.attention import MAX_ROWS_SMALL
 from hybrid.head.kernels.choice import Kernels
 from hybrid.head.linear import ExpertLinear
 from tests.architectures.models import MODELS, TESTED
@@ -28,7 +29,9 @@ def compare(name: str, types: str, folder: Path, device: torch.device) -> None:
     how = replace(compute(device, kernels), recorder=recorder(device))
     fast = open_head(path, compute=how, device=device.type)
     plain = open_head(path, compute=compute(device, None), device=device.type)
-    chunks = [10, 2, 1, 1]
+    group = max(layer.n_heads // layer.n_kv_heads for layer in fast.spec.layers[:2])
+    few = [2] if 2 * group <= MAX_ROWS_SMALL else [1, 1]  # more rows of a float32 cache are PyTorch's, and that is said
+    chunks = [10, *few, 1, 1]
     assert (
         relative(run(fast, tokens, chunks), run(plain, tokens, chunks)) < 5e-4
     )  # GELU comes from a table of float16 on the CPU
