@@ -96,6 +96,7 @@ class Batch:
         `supply` is asked whenever a sequence is free, and asked again after it had none, while others are at work.
         Nothing is under way between two results, so that the engine may be used for something else, or left.
         """
+        self._engine.settle()
         try:
             while True:
                 try:

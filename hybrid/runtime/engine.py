@@ -56,10 +56,15 @@ class Engine(Pipeline):
     """The early layers (`head`, torch) and the late ones (`tail`, llama.cpp) as one model with one KV state.
 
     `head` is None at k = 0, `tail` at k = L. Both hold the same tokens of every sequence, also after an error or an
-    interruption: what one half has beyond the other is rolled back. The head works on a thread of its own, with the
-    placement's thread count; the tail on the caller's for decode and on a second thread for prefill, so that the
-    halves overlap and Ctrl-C reaches the caller.
+    interruption: what one half has beyond the other is rolled back. Each works on a thread of its own, with the
+    placement's thread count, so that the halves overlap and Ctrl-C reaches the caller, who only waits. Where Ctrl-C
+    comes again before all is rolled back, the next request does the rest (`settle`).
     """
+
+    _unsettled = False
+    """The halves may hold different tokens, or be at work for nobody."""
+    _n_steps = 0
+    """Steps begun and not completed."""
 
     def __init__(
         self,
@@ -87,12 +92,19 @@ class Engine(Pipeline):
         Returns how many tokens are kept; evaluate the rest. Where a half cannot go back there (a sliding window
         has moved on), the sequence is emptied and 0 returned: right instead of fast.
         """
+        self.settle()
         old = self._tokens[seq]
         keep = common_prefix(old, tokens[:-1])
         return self.trim(keep, seq) if keep < len(old) else keep
 
     def trim(self, n: int, seq: int = 0) -> int:
         """Forget every token of `seq` from position n on, in both halves. Returns n, or 0 where that was impossible."""
+        before, self._unsettled = self._unsettled, True
+        n = self._trim(n, seq)
+        self._unsettled = before
+        return n
+
+    def _trim(self, n: int, seq: int) -> int:
         trims = [half.trim for half in (self.head.cache if self.head else None, self.tail) if half is not None]
         if any(trim(seq, n) != n for trim in trims):
             n = 0
@@ -103,12 +115,15 @@ class Engine(Pipeline):
 
     def save(self, seq: int = 0) -> State:
         """The sequence as bytes, exactly, for `load` of this engine."""
+        self.settle()
         head = None if self.head is None else self.head.cache.save(seq)
         tail = None if self.tail is None else self.tail.save(seq)
         return State(self.tokens(seq), head, tail)
 
     def load(self, state: State, seq: int = 0) -> None:
         """Replace `seq` by what was saved, of whichever sequence."""
+        self.settle()
+        self._unsettled = True
         try:
             self._tokens[seq] = []
             if self.head is not None and state.head is not None:
@@ -117,8 +132,10 @@ class Engine(Pipeline):
                 self.tail.load(seq, state.tail)
             self._tokens[seq] = list(state.tokens)
         except BaseException:
-            self.trim(0, seq)
+            self._trim(0, seq)
+            self._unsettled = False
             raise
+        self._unsettled = False
 
     # -- evaluation ----------------------------------------------------------------------------------------------
 
@@ -139,6 +156,7 @@ class Engine(Pipeline):
         was meant for this one. Raises BadRequestError if the context has no room, Cancelled. If interrupted, the
         sequence holds what both halves had finished, or nothing.
         """
+        self.settle()
         held = self._tokens[seq]
         if not tokens:
             raise BadRequestError("There is nothing to evaluate: the prompt has no tokens.")
@@ -158,6 +176,7 @@ class Engine(Pipeline):
         if cancelled():
             raise Cancelled("Interrupted.")
         self._use_threads(self.placement.n_threads_tail, self.placement.n_threads_tail_batch)
+        self._unsettled = True
         try:
             if len(tokens) <= INLINE_TOKENS and len(chunks) == 1:
                 chunk = chunks[0]
@@ -168,6 +187,7 @@ class Engine(Pipeline):
         except BaseException:
             self.abandon()
             raise
+        self._unsettled = False
         return np.concatenate(rows) if outputs == "all" else None
 
     def begin(self, rows: Mapping[int, Sequence[int]], *, alone: bool = True) -> Step:
@@ -180,6 +200,7 @@ class Engine(Pipeline):
         for seq, tokens in rows.items():
             self._check_room(seq, len(tokens))
         chunk = _mixed(rows, [len(self._tokens[seq]) for seq in rows])
+        self._n_steps += 1
         front = None if self.head is None else self._head_thread.submit(lambda: self._front(chunk, alone=alone))
         return Step(rows, chunk, front, alone)
 
@@ -194,16 +215,25 @@ class Engine(Pipeline):
         self.on_tail_thread(lambda: self._back(step.chunk, front))
         for seq, tokens in step.rows.items():
             self._tokens[seq].extend(tokens)
+        self._n_steps -= 1
 
     def abandon(self) -> None:
-        """Forget the steps that are under way or failed: the halves go back to what both hold."""
-        try:
-            self._wait_until_idle()
-        finally:
-            if self._boundary is not None:
-                self._boundary.reset()
-            for seq, held in enumerate(self._tokens):
-                self.trim(len(held), seq)
+        """Forget what is under way or failed: the halves go back to what both hold."""
+        self._unsettled = True
+        self.interrupt()
+        self._wait_until_idle()
+        if self._boundary is not None:
+            self._boundary.reset()
+        for seq, held in enumerate(self._tokens):
+            self._trim(len(held), seq)
+        self._n_steps = 0
+        self._unsettled = False
+
+    def settle(self) -> None:
+        """At the beginning of a request, when nothing is under way for anybody else: `abandon` what Ctrl-C, pressed
+        again and again, has not let the one before."""
+        if self._unsettled or self._n_steps:
+            self.abandon()
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[None]:
@@ -211,6 +241,7 @@ class Engine(Pipeline):
 
         Entering and leaving empties every sequence.
         """
+        self.settle()
         if self.tail is None:
             yield
             return
@@ -276,14 +307,17 @@ class Engine(Pipeline):
             raise BadRequestError(f"{n} tokens do not fit the context of {self.placement.n_ctx} tokens.")
 
     def _reopen_tail(self, n_outputs_max: int | None) -> None:
-        assert self.tail is not None
+        tail = self.tail
+        assert tail is not None
+        self._unsettled = True
         try:
-            self.tail.reopen(n_outputs_max)
+            self.on_tail_thread(lambda: tail.reopen(n_outputs_max))  # where no Ctrl-C leaves it without a context
         finally:  # one that failed has left a fresh context, too
             self._threads = self.placement.n_threads_tail, self.placement.n_threads_tail_batch
-            if self.tail.context:
+            if tail.context:
                 for seq in range(self.placement.n_sequences):
-                    self.trim(0, seq)
+                    self._trim(0, seq)
+        self._unsettled = False
 
 
 def _mixed(rows: Mapping[int, Sequence[int]], starts: Sequence[int]) -> Chunk:

@@ -69,8 +69,9 @@ class Halves:
     def interrupt(self) -> None:
         """From any thread: stop the evaluation under way, which raises Cancelled. Harmless when there is none."""
         self._stopping = True
-        if self.tail is not None:
-            self.tail.abort()
+        tail = self.tail  # another thread may be closing
+        if tail is not None:
+            tail.abort()
 
     def close(self) -> None:
         """Free both halves. Calling it again does nothing."""

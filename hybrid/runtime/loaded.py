@@ -145,8 +145,9 @@ class Loaded:
         if self._file is None or os.getpid() != self._pid:
             return
         self._closing = True
-        if self._engine is not None:
-            self._engine.interrupt()
+        engine = self._engine  # another thread may be closing it, too
+        if engine is not None:
+            engine.interrupt()
         with self._turns.queue, self._turns.begin(self):
             if self._engine is not None:
                 self._engine.close()

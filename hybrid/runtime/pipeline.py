@@ -75,8 +75,9 @@ class Pipeline(Halves):
     def on_tail_thread(self, work: Callable[[], T]) -> T:
         """Do it on the thread on which the tail computes, always that one: OpenMP, with which llama.cpp's CPU backend
         computes, has a team of threads for each thread that calls it, and where the teams have more threads than there
-        are cores, all of them go to sleep at every barrier (libgomp; a token can take twice as long)."""
-        return work() if self.tail is None else self._tail_thread.do(work)
+        are cores, all of them go to sleep at every barrier (libgomp; a token can take twice as long). Interrupted, what
+        llama.cpp computes is stopped: on a busy machine a token may take seconds."""
+        return work() if self.tail is None else self._tail_thread.do(work, self.tail.abort)
 
     def _pipeline(
         self,
@@ -97,8 +98,14 @@ class Pipeline(Halves):
             finally:
                 ready.put(None)
 
+        fronts: list[Job[None]] = []
+
         def consume() -> None:
             try:
+                if self.head is None:
+                    produce()
+                else:
+                    fronts.append(self._head_thread.submit(produce))  # here, where no Ctrl-C comes between the two
                 while (item := ready.get()) is not None:
                     if self._stopping:
                         _drop(item[1])
@@ -117,20 +124,15 @@ class Pipeline(Halves):
         finished = 0
         try:
             jobs.append(self._tail_thread.submit(consume))
-            if self.head is None:
-                produce()
-            else:
-                jobs.append(self._head_thread.submit(produce))
             while (n := done.get()) is not None:
                 finished += n
                 progress(finished)
         except BaseException:
             self.interrupt()
-            ready.put(None)  # in case the producer never began
             raise
         finally:
             wait_all(jobs)
-        for job in jobs:
+        for job in (*jobs, *fronts):
             job.result()
         if self._stopping:
             raise Cancelled("Interrupted.")

@@ -50,7 +50,7 @@ class Job(Generic[T]):
 
 
 class Worker:
-    """One thread. It ends with `close`, or with the program."""
+    """One thread. It ends with `close`, with the last reference to this object, or with the program."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
@@ -63,11 +63,15 @@ class Worker:
         self._jobs.put(job)
         return job
 
-    def do(self, work: Callable[[], T]) -> T:
-        """`submit`, and wait: what it returned or raised. Interrupted, the waiting ends once the work is over."""
+    def do(self, work: Callable[[], T], stop: Callable[[], None] = lambda: None) -> T:
+        """`submit`, and wait: what it returned or raised. Interrupted, the waiting ends once the work is over, which
+        `stop` may hasten."""
         job = self.submit(work)
         try:
             return job.result()
+        except BaseException:
+            stop()
+            raise
         finally:
             wait_all([job])
 
@@ -76,6 +80,10 @@ class Worker:
         self._jobs.put(None)
         if wait:
             _patiently(self._thread.join)
+
+    def __del__(self) -> None:
+        """Ctrl-C may come while the thread starts, or before whoever wanted to close it could."""
+        self._jobs.put(None)
 
 
 def wait_all(jobs: Iterable[Job[Any]]) -> None:

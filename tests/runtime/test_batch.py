@@ -203,6 +203,8 @@ class Exact:
 
     def abandon(self) -> None: ...
 
+    def settle(self) -> None: ...
+
     def sample(self, sampler: Sampler, i: int = -1) -> int:
         return sampler.sample(self._logits[i])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,71 @@ def test_interrupted_decodes_leave_buffers_and_halves_as_they_were(
             assert len(engine.tokens()) == engine.tail.n_tokens(0) == 10  # type: ignore[union-attr]
             assert engine._boundary._buffers.qsize() == 2
         assert_invisible(last_logits(engine, TOKENS[10:11]), expected)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("several", [False, True])
+def test_ctrl_c_stops_the_token_that_llama_cpp_computes(
+    llama_f32: Path, k: int, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it may take seconds."""
+    stopped = threading.Event()
+    with engine_of(llama_f32, k, n_sequences=2) as engine:
+        expected = last_logits(engine, TOKENS[:11])
+        engine.trim(10)
+        assert engine.tail is not None
+        abort, decode = engine.tail.abort, engine.tail.decode
+
+        def told() -> None:
+            abort()
+            stopped.set()
+
+        def pressed(*args: Any) -> None:
+            for _ in range(4):  # one that comes just before the caller goes to sleep does not wake it
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                if stopped.wait(5):
+                    break
+            decode(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.tail, "abort", told)
+            patch.setattr(engine.tail, "decode", pressed)
+            step = engine.begin({0: TOKENS[10:11], 1: TOKENS[:1]}) if several else None
+            with pytest.raises(KeyboardInterrupt):
+                engine.evaluate(TOKENS[10:11]) if step is None else engine.complete(step)
+        assert stopped.is_set()
+        assert engine.reuse(TOKENS[:11]) == 10
+        assert_invisible(last_logits(engine, TOKENS[10:11]), expected)
+
+
+@pytest.mark.parametrize("under_way", ["a token", "a prompt", "a step", "a rollback"])
+def test_what_ctrl_c_again_and_again_leaves_undone_the_next_request_does(
+    llama_f32: Path, under_way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pressed(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with engine_of(llama_f32, 2) as engine:
+        expected = last_logits(engine, TOKENS)
+        engine.trim(0)
+        engine.evaluate(TOKENS[:10])
+        assert engine.head is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_wait_until_idle", pressed)
+            patch.setattr(engine.tail, "trim" if under_way == "a rollback" else "decode", pressed)
+            work: dict[str, Callable[[], object]] = {
+                "a token": lambda: engine.evaluate(TOKENS[10:11]),
+                "a prompt": lambda: engine.evaluate(TOKENS[10:70]),
+                "a step": lambda: engine.complete(engine.begin({0: TOKENS[10:11]})),
+                "a rollback": lambda: engine.trim(5),
+            }
+            with pytest.raises(KeyboardInterrupt):
+                work[under_way]()
+        assert engine.head.cache.length(0) != engine.tail.n_tokens(0)  # type: ignore[attr-defined, union-attr]
+        held = engine.reuse(TOKENS)
+        assert held in (0, 10)
+        assert engine.head.cache.length(0) == engine.tail.n_tokens(0) == held  # type: ignore[attr-defined, union-attr]
+        assert_invisible(last_logits(engine, TOKENS[held:]), expected)
 
 
 @pytest.mark.parametrize("k", [0, 2])
