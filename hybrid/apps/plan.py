@@ -125,7 +125,7 @@ def _base(device: str, request: PlanRequest) -> Placement:
 def _budget(machine: Machine, device: str, request: PlanRequest) -> Budget:
     ram = ram_budget()
     if machine.assumed:
-        ram = machine.memory.available_bytes - ram_margin(machine.memory.total_bytes)
+        ram = max(0, machine.memory.available_bytes - ram_margin(machine.memory.total_bytes))
     vram = request.vram_bytes
     if vram is None and device != "cpu":
         free = machine.gpu.free_bytes if machine.gpu else 0
