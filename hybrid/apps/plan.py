@@ -16,6 +16,7 @@ from hybrid.schedule.candidates import Candidate, best, candidates, smallest_vra
 from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_prior import assumed_rates
 from hybrid.schedule.cost_runs import corrected
+from hybrid.schedule.devices import known_device
 from hybrid.schedule.machine import Machine
 from hybrid.schedule.placement import KVDtype, Placement
 from hybrid.schedule.profile import Profile
@@ -86,7 +87,7 @@ def make_plan(spec: ModelSpec, machine: Machine, request: PlanRequest, profile: 
     """
     if request.n_ctx < 1 or request.n_sequences < 1:
         raise BadRequestError("A plan needs a context and a number of sequences of 1 or more.")
-    device = request.device or (machine.gpu.device if machine.gpu else "cpu")
+    device = known_device(request.device or (machine.gpu.device if machine.gpu else "cpu"))
     base = _base(device, request)
     budget = _budget(machine, device, request)
     profile = profile or Profile()
@@ -125,7 +126,7 @@ def _base(device: str, request: PlanRequest) -> Placement:
 def _budget(machine: Machine, device: str, request: PlanRequest) -> Budget:
     ram = ram_budget()
     if machine.assumed:
-        ram = machine.memory.available_bytes - ram_margin(machine.memory.total_bytes)
+        ram = max(0, machine.memory.available_bytes - ram_margin(machine.memory.total_bytes))
     vram = request.vram_bytes
     if vram is None and device != "cpu":
         free = machine.gpu.free_bytes if machine.gpu else 0
@@ -172,11 +173,14 @@ def _advice(
     tried = list(_tried(model, base, budget, request))
     good = [(what, reached) for what, reached in tried if target is None or reached <= target]
     shorter = _shorter(model, base, budget, request)
+    fewer = _fewer(model, base, budget, request)
     for what, reached in good:
         yield f"With {what} it would be {_ms(reached)} a token."
     if shorter:
         yield f"A context of {shorter} tokens would do (-c {shorter})."
-    if not good and not shorter:
+    if fewer:
+        yield f"{fewer} sequence{'s' * (fewer > 1)} at a time would do (--sequences {fewer})."
+    if not good and not shorter and not fewer:
         if tried:
             what, reached = min(tried, key=lambda trial: trial[1])
             yield f"With {what} it would still be {_ms(reached)} a token."
@@ -223,6 +227,17 @@ def _shorter(model: CostModel, base: Placement, budget: Budget, request: PlanReq
         middle = (low + high) // 2 if low else max(1, high // 4)
         low, high = (middle, high) if good(middle) else (low, middle)
     return low // 64 * 64 if low >= 128 else 0
+
+
+def _fewer(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> int:
+    """Sequences at a time that fit and are quick enough, halved as often as it takes; 0 if not even one is."""
+    n = request.n_sequences // 2
+    while n:
+        winner = best(candidates(model, replace(base, n_sequences=n), budget, n_batch=request.n_batch))
+        if winner is not None and (request.tpot_s is None or winner.tpot_s[request.n_ctx] <= request.tpot_s):
+            return n
+        n //= 2
+    return 0
 
 
 def _ms(seconds: float) -> str:

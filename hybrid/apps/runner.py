@@ -103,7 +103,7 @@ def run_task(
                 if on_stage is not None:
                     on_stage(stage, process.pid)
             if deadline is not None and time.perf_counter() >= deadline:
-                failure = Failure(kind="too slow", message=f"It took longer than {timeout_s:g} s.", stage=stage)
+                failure = Failure(kind="too slow", message=f"It took longer than {timeout_s:.3g} s.", stage=stage)
             else:
                 failure = _death(process.wait(), errors, stage)
             return Outcome(None, failure, time.perf_counter() - start)

@@ -212,10 +212,9 @@ class _Session:
         cost = self.pace.scaled(middle, work + CALIBRATION_TOKENS * self.model.tpot_s(middle, depth))
         left = self.request.budget_s - self._spent()
         if not self.request.exhaustive and cost > CALIBRATION_SHARE * left:
-            self.notes.append(
-                f"Predictions rest on assumptions about this machine: calibrating them would take about {cost:.0f} s "
-                "of the time that is left for measuring."
-            )
+            would = f"calibrating them would take about {cost:.0f} s, too much of the {left:.0f} s that are left"
+            why = would if left >= 1 else "there is no time to calibrate them"
+            self.notes.append(f"Predictions rest on assumptions about this machine: {why}.")
             return False
         self._say("Calibrating the cost model")
         patience = CALIBRATION_PATIENCE * cost
@@ -258,7 +257,7 @@ class _Session:
         predicted_s = None if self._seen([option]) else math.exp(self._estimate().belief.mean[option])
         trial = run_trial(self.condition(p), timeout_s=limit)
         self.trials.append(trial)
-        if trial.failure is None:
+        if trial.failure is None or (first and trial.failure.kind == "too slow"):  # it would have taken even longer
             self.pace.see(p, trial.wall_s)
         elif trial.failure.kind == "too slow" and limit == left:
             self.notes.append(f"The time was up before -ngl {p.n_offloaded} was measured, after {limit:.0f} s of it.")

@@ -122,7 +122,7 @@ def _print(report: PlanReport, title: str) -> None:
     for note in report.notes:
         console.print(note, markup=False)
     half = request.n_ctx // 2
-    columns = ["-ngl", "--kv", "VRAM", "RAM", f"TTFT {_tokens(half)}", "t/s empty", "half", "full"]
+    columns = ["-ngl", "--kv", "VRAM", "RAM", f"TTFT {half}", "t/s empty", "half", "full"]
     columns += ["longest"] if request.tpot_s is not None else []
     table = figures(*columns)
     for candidate in _chosen(report):

@@ -48,9 +48,10 @@ def _conclude(report: TuneReport, console: Console) -> None:
     left_out = sum(row.measured is None and row.verdict == "not measured" for row in report.rows)
     earlier = f" and {report.reused} earlier" if report.reused else ""
     runs = f"{len(report.trials)} measurement{'s' * (len(report.trials) != 1)}"
+    within = f"; one measurement is within {100 * report.noise:.0f} %" if report.best is not None else ""
     console.print(
         f"{runs}{earlier} in {report.elapsed_s:.0f} s; {left_out} of {len(report.rows)} "
-        f"placements that fit were not measured; one measurement is within {100 * report.noise:.0f} %.",
+        f"placements that fit were not measured{within}.",
         markup=False,
     )
     for message in dict.fromkeys(row.message for row in report.rows if row.message):

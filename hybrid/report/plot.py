@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".svg", ".pdf")
 MIB = 1 << 20
+TITLE = 70
+"""Characters that fit the width of a picture."""
 
 
 def check_plot(path: Path) -> None:
@@ -33,18 +37,26 @@ def plot_tuning(report: TuneReport, path: Path) -> None:
     _draw_speed(speed, report)
     _draw_memory(memory, report)
     emulated = " (the GPU is emulated on the CPU)" if report.emulated else ""
-    figure.suptitle(f"{Path(report.model).name}, {report.request.n_ctx} tokens of context{emulated}")
+    figure.suptitle(title(f"{Path(report.model).name}, {report.request.n_ctx} tokens of context{emulated}"))
     save_figure(figure, path)
 
 
+def title(text: str) -> str:
+    """The text in lines that fit; a file's name may be of any length."""
+    return "\n".join(textwrap.wrap(text, TITLE))
+
+
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure whole or not at all, and forget it."""
+    """Write a figure whole or not at all, and forget it. Raises BadRequestError where the file cannot be written."""
     temporary = path.with_name(f".{path.name}.part{path.suffix}")
     try:
         figure.savefig(temporary, dpi=120)
         temporary.replace(path)
+    except OSError as e:
+        raise BadRequestError(f"The plot {path} cannot be written: {e.strerror}.") from e
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         pyplot().close(figure)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.report.comparing import CompareReport, CompareRow
-from hybrid.report.plot import MIB, pyplot, save_figure
+from hybrid.report.plot import MIB, pyplot, save_figure, title
 
 MARKERS = "osD^vP*X"
 FAR_APART = 20
@@ -56,7 +56,7 @@ def plot_comparison(report: CompareReport, path: Path) -> None:
         axes[0, 0].set_ylim(min(speeds) / 2, max(speeds) * 1.5)
         axes[0, 0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     emulated = " (the GPU is emulated on the CPU)" if report.emulated else ""
-    figure.suptitle(f"{Path(report.model).name}{emulated}")
+    figure.suptitle(title(f"{Path(report.model).name}{emulated}"))
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small",
                   title="bars: least to most of the runs; crosses: failed; hollow: what it would have needed",
                   title_fontsize="small")  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -28,9 +29,19 @@ def default_device() -> str | None:
 def vram_limit(device: str, asked: int | None, reserve: int) -> int | None:
     """Bytes of a device that may be taken now: those asked for, or what is free, less the reserve. None: an emulated
     device without a budget. Raises UnsupportedError where there is no such device."""
-    if asked is not None or device == "cpu":
+    if known_device(device) == "cpu":
         return asked
-    return max(0, vram_of(device)[0] - reserve)
+    free = vram_of(device)[0]
+    return max(0, free - reserve) if asked is None else asked
+
+
+def known_device(name: str) -> str:
+    """The name, if it is one of a device that a head may have, here or elsewhere. Raises UnsupportedError if not."""
+    if not re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
+        raise UnsupportedError(
+            f"There is no device called {name!r}; there are cuda, mps, xpu, and cpu, an emulated one."
+        )
+    return name
 
 
 def vram_of(device: str) -> tuple[int, int]:

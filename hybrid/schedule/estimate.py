@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from functools import cached_property
-from statistics import median
+from statistics import median, stdev
 from typing import Literal
 
 from hybrid.model.spec import ModelSpec
@@ -48,7 +49,8 @@ class Estimate:
             if index is None or seconds is None:
                 continue
             depth = record.n_prompt if self.objective == "ttft" else record.depth
-            found.append(Observation(index, seconds, self.predicted_s(record.placement, depth)))
+            predicted = self.predicted_s(record.placement, depth)
+            found.append(Observation(index, seconds, predicted, _spread(_samples(record, self.objective))))
         return found
 
     @cached_property
@@ -94,8 +96,17 @@ class Estimate:
 
 def measured_s(record: Record, objective: Objective) -> float | None:
     """The seconds a record has for an objective; None where it has none."""
-    samples = record.prefill_s if objective == "ttft" else record.decode_s
+    samples = _samples(record, objective)
     return median(samples) if samples else None
+
+
+def _samples(record: Record, objective: Objective) -> tuple[float, ...]:
+    return record.prefill_s if objective == "ttft" else record.decode_s
+
+
+def _spread(samples: Sequence[float]) -> float:
+    """Standard error of their mean, of logarithms; 0 of a single one, which tells nothing of it."""
+    return stdev(map(math.log, samples)) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
 
 
 def same_speed(p: Placement, objective: Objective, spec: ModelSpec) -> Placement:

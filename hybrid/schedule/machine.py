@@ -116,6 +116,10 @@ class Machine:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Machine:
         """The inverse of `to_dict`. Raises TypeError, KeyError or ValueError for what is none."""
+        if not all(_sound(rate) for rate in values["rates"].values()):
+            raise ValueError("rates that cannot be")
+        if not all(isinstance(text, str) for text in (values["name"], values["measured_at"], *values["notes"])):
+            raise TypeError("words that are none")
         gpus = tuple(Gpu(**{**gpu, "users": tuple(GpuUser(**user) for user in gpu["users"])}) for gpu in values["gpus"])
         cpu = Cpu(**{**values["cpu"], "instruction_sets": tuple(values["cpu"]["instruction_sets"])})
         parts = {
@@ -126,3 +130,8 @@ class Machine:
             "notes": tuple(values["notes"]),
         }
         return cls(**{**values, **parts})
+
+
+def _sound(rate: object) -> bool:
+    """Whether a rate may be so: none, or what a memory or a processor can reach."""
+    return rate is None or (isinstance(rate, (int, float)) and not isinstance(rate, bool) and 0 < rate < 1e18)

@@ -87,5 +87,5 @@ def _load(cache: Path, key: str) -> Machine | None:
     try:
         stored = json.loads((cache / f"machine-{key}.json").read_text())
         return Machine.from_dict(stored["machine"]) if stored["version"] == VERSION else None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -98,6 +98,8 @@ def _figures(name: str, table: Mapping[str, Any]) -> tuple[dict[str, float], dic
             raise BadRequestError(f"{key} of {name} must be a number of 0 or more, not {value!r}.")
         if key not in ("vram_bytes",) and not value:
             raise BadRequestError(f"{key} of {name} must not be 0.")
+        if key == "cores" and value != int(value):
+            raise BadRequestError(f"{key} of {name} must be a whole number, not {value!r}.")
         figures[key] = float(value)
         sources[key] = str(entry.get("source", "")) if isinstance(entry, dict) else f"stated in {name}"
     return figures, sources

@@ -32,6 +32,9 @@ PATIENCE_S = 2.0
 """How long to wait for another process that writes the same profile; then this record is lost rather than a chat held
 up."""
 
+LEAST_S, MOST_S = 1e-9, 1e6
+"""Seconds that cannot be measured lie beyond these."""
+
 Source = Literal["run", "tune"]
 """A person's own chat or generation, or a measurement for its own sake."""
 
@@ -70,10 +73,30 @@ class Record:
         parts: dict[str, Any] = {"placement": Placement.from_dict(values["placement"])}
         for name in ("decode_s", "prefill_s"):
             parts[name] = tuple(float(value) for value in values[name])
-        if not all(0 < value < 1e6 for name in ("decode_s", "prefill_s") for value in parts[name]):
+        if not all(_seconds(value) for name in ("decode_s", "prefill_s") for value in parts[name]):
             raise ValueError("seconds that cannot be")
         datetime.fromisoformat(values["at"])
-        return cls(**{**values, **parts})
+        found = cls(**{**values, **parts})
+        for name, value in asdict(found).items():
+            if not _sound(name, value):
+                raise ValueError(f"{name} cannot be {value!r}")
+        return found
+
+
+def _seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and LEAST_S < value < MOST_S
+
+
+def _sound(name: str, value: object) -> bool:
+    """Whether a record may have it; of what has a check of its own (the placement, times, samples) nothing is asked."""
+    if name in ("predicted_s", "wall_s"):
+        return value is None or _seconds(value)
+    if name in ("depth", "n_prompt", "vram_budget", "device_bytes", "host_bytes"):
+        missing = value is None and name not in ("depth", "n_prompt")
+        return missing or (type(value) is int and 0 <= value < 1 << 60)
+    if name == "source":
+        return value in ("run", "tune")
+    return isinstance(value, str) or name not in ("failure", "message")
 
 
 @dataclass(frozen=True, kw_only=True)

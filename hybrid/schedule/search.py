@@ -61,6 +61,8 @@ class Observation:
     seconds: float
     predicted_s: float | None = None
     """What was predicted for the depth it was made at; None: the option's."""
+    spread: float = 0.0
+    """How far it may be off by its own stretches, which differed so much: a standard deviation, relative."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Belief:
     counts: npt.NDArray[np.int64]
     """[n] measurements of each."""
     noise: float
-    """Relative, of one measurement."""
+    """Relative, of one measurement (a standard deviation): by repeats, or by its own stretches where they tell more."""
 
     @cached_property
     def mean(self) -> npt.NDArray[np.float64]:
@@ -123,9 +125,11 @@ def believe(options: Sequence[Option], observations: Sequence[Observation], unce
     for i, found in errors.items():
         counts[i] = len(found)
     noise = _noise(list(errors.values()))
+    off = [(seen.option, max(noise, seen.spread) ** 2) for seen in observations]
     at = list(errors)
     means = np.array([np.mean(errors[i]) for i in at])
-    own = np.diag([noise**2 / len(errors[i]) for i in at])
+    own = np.diag([sum(square for option, square in off if option == i) / len(errors[i]) ** 2 for i in at])
+    noise = math.sqrt(sum(square for _, square in off) / len(off)) if off else noise
     parts, likely = [], []
     for weight, prior in _priors(options, uncertainty):
         if not at:

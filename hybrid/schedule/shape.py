@@ -83,21 +83,26 @@ def parse_shape(text: str) -> Shape:
 
 
 def _checked(shape: Shape) -> Shape:
+    _limited(shape, "layers", "kv_heads", "head_dim", "vocab", "ctx", "pattern")
     heads = shape.heads or 4 * shape.kv_heads
     embd = shape.embd or heads * shape.head_dim
     shape = dataclasses.replace(
         shape, heads=heads, embd=embd, ff=shape.ff or 7 * embd // 2, head_quant=shape.head_quant or shape.quant
     )
-    for key in ("layers", "heads", "kv_heads", "head_dim", "embd", "ff", "vocab", "ctx", "pattern"):
-        most = MOST_LAYERS if key == "layers" else 2**31 - 1
-        if not 0 < getattr(shape, key) <= most:
-            raise BadRequestError(f"{key} in --shape must be a number between 1 and {most}.")
+    _limited(shape, "heads", "embd", "ff")
     if shape.heads % shape.kv_heads:
         raise BadRequestError(f"In --shape, {shape.heads} heads cannot share {shape.kv_heads} KV heads.")
     for quant in (shape.quant, shape.head_quant):
         if quant not in TYPES:
             raise BadRequestError(f"{quant!r} in --shape is no GGUF tensor type; Q4_K, Q8_0 and F16 are.")
     return shape
+
+
+def _limited(shape: Shape, *keys: str) -> None:
+    for key in keys:
+        most = MOST_LAYERS if key == "layers" else 2**31 - 1
+        if not 0 < getattr(shape, key) <= most:
+            raise BadRequestError(f"{key} in --shape must be a number between 1 and {most}.")
 
 
 def shape_spec(shape: Shape) -> ModelSpec:

@@ -332,6 +332,45 @@ def test_a_plot_that_could_not_be_drawn_is_refused_before_anything_is_measured(
         plot.check_plot(tmp_path / "picture.png")
 
 
+def test_a_plot_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
+    model: Path, faked: Callable[..., Fake], tmp_path: Path
+) -> None:
+    faked(inner)
+    report = run(model)
+    with pytest.raises(BadRequestError, match=r"gone/tune\.png cannot be written: No such file"):
+        plot.plot_tuning(report, tmp_path / "gone" / "tune.png")
+
+
+def test_a_plot_of_a_file_with_a_long_name_has_room_for_it() -> None:
+    import matplotlib.pyplot as plt
+
+    name = "DeepSeek-R1-Distill-Qwen-32B-Uncensored-Q4_K_M-00001-of-00002.gguf, 131072 tokens of context"
+    figure = plt.figure(figsize=(8, 7), dpi=120)
+    text = figure.suptitle(plot.title(name + " (the GPU is emulated on the CPU)"))
+    box = text.get_window_extent(figure.canvas.get_renderer())  # type: ignore[attr-defined]
+    assert 0 <= box.x0 < box.x1 <= 960
+    plt.close(figure)
+
+
+def test_a_first_measurement_that_was_given_up_tells_how_slow_the_machine_is(
+    model: Path, faked: Callable[..., Fake]
+) -> None:
+    faked(inner, fails=lambda p: "too slow")
+    first = run(model, budget_s=0.01)
+    assert not any(row.measured for row in first.rows)
+    assert any("there is no time to calibrate them" in note for note in first.notes)
+
+
+@pytest.mark.parametrize("device", ["bogus", "", "cuda:x", "cpu:1"])
+def test_a_device_there_is_none_of_is_refused_before_anything_is_measured(
+    model: Path, faked: Callable[..., Fake], device: str
+) -> None:
+    fake = faked(inner)
+    with pytest.raises(UnsupportedError, match="no device called"):
+        run(model, device=device, vram_bytes=100 * MIB)
+    assert fake.ran == []
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -74,3 +74,15 @@ def test_llama_cpps_own_layers_are_predicted_as_a_split_of_as_many() -> None:
     (option,) = estimate(own).options
     assert option.predicted_s == pytest.approx(estimate(ours).options[0].predicted_s)
     assert (option.share, option.strategy) == (1.0, ("llama.cpp", 1))
+
+
+def test_how_far_a_measurement_may_be_off_is_told_by_its_own_stretches() -> None:
+    loud = replace(of(TIERED, 0.1), decode_s=(0.25, 0.16, 0.75))
+    single, quiet, spread = (seen.spread for seen in estimate(TIERED, of(TIERED, 0.1), alike(3), loud).observations)
+    assert single == quiet == 0
+    assert 0.4 < spread < 0.5
+    assert estimate(TIERED, loud).belief.noise == pytest.approx(spread)
+
+
+def alike(n: int) -> Record:
+    return replace(of(TIERED, 0.1), decode_s=(0.1,) * n)

@@ -121,6 +121,7 @@ def test_a_file_describes_a_machine_and_the_rest_is_the_default(tmp_path: Path) 
         ("speed = 3", "speed"),
         ("cores = 'many'", "many"),
         ("cores = 0", "cores"),
+        ("cores = 0.5", "cores"),
         ("h2d_bytes_per_s = -1", "h2d_bytes_per_s"),
         ("vram_bytes = 8e9", "device_bytes_per_s"),
         ("= = =", "TOML"),
@@ -194,6 +195,28 @@ def test_a_damaged_memory_is_measured_anew(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     assert machine_store.this_machine(tmp_path) is None
     path.write_text(json.dumps({**stored, "version": machine_store.VERSION + 1}))
+    assert machine_store.this_machine(tmp_path) is None
+
+
+@pytest.mark.parametrize("rate", ["fast", -1.0, 0.0, float("nan"), float("inf"), True, []])
+def test_rates_that_cannot_be_are_measured_anew(tmp_path: Path, rate: object) -> None:
+    machine = measured()
+    machine_store.save(machine, tmp_path, key_of(machine))
+    (path,) = tmp_path.iterdir()
+    stored = json.loads(path.read_text())
+    stored["machine"]["rates"]["host_bytes_per_s"] = rate
+    path.write_text(json.dumps(stored))
+    assert machine_store.this_machine(tmp_path) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("rates", []), ("notes", [1]), ("measured_at", 5), ("name", None)])
+def test_words_that_are_none_are_measured_anew(tmp_path: Path, name: str, value: object) -> None:
+    machine = measured()
+    machine_store.save(machine, tmp_path, key_of(machine))
+    (path,) = tmp_path.iterdir()
+    stored = json.loads(path.read_text())
+    stored["machine"][name] = value
+    path.write_text(json.dumps(stored))
     assert machine_store.this_machine(tmp_path) is None
 
 

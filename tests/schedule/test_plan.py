@@ -148,6 +148,20 @@ def test_where_nothing_fits_that_is_said() -> None:
     assert report.advice[0] == "Nothing fits."
 
 
+def test_fewer_sequences_are_advised_where_they_would_fit() -> None:
+    report = make_plan(LLAMA_3_8B, RTX3070TI, request(n_sequences=10_000))
+    assert report.best is None
+    (line,) = (line for line in report.advice if "--sequences" in line)
+    fewer = int(line.split()[0])
+    assert make_plan(LLAMA_3_8B, RTX3070TI, request(n_sequences=fewer)).best is not None
+    assert not any("nothing else" in line for line in report.advice)
+
+
+def test_less_ram_than_the_system_needs_is_none_and_not_less() -> None:
+    poor = replace(RTX3070TI, memory=replace(RTX3070TI.memory, total_bytes=1, available_bytes=1))
+    assert make_plan(LLAMA_3_8B, poor, request()).budget.ram_bytes == 0
+
+
 def test_a_context_longer_than_trained_is_warned_of() -> None:
     assert any("trained for" in note for note in make_plan(LLAMA_3_8B, RTX3070TI, request(200_000)).notes)
     with pytest.raises(BadRequestError):
@@ -290,6 +304,8 @@ def test_the_table_fits_80_columns_and_what_does_not_fit_is_exit_code_2(run: Run
         (["--shape", "layers=x"], "layers"),
         (["--shape", "layers=2000000000"], "layers"),
         (["--shape", f"layers={'9' * 5000}"], "layers"),
+        (["--shape", "kv_heads=0"], "kv_heads"),
+        (["--shape", "layers=2", "--device", "bogus"], "bogus"),
         (["--shape", "layers=2", "--vram", "9" * 400], "amount of memory"),
         (["--shape", "layers=2", "--machine", "abacus"], "abacus"),
         (["--vram", "lots"], "lots"),

@@ -86,6 +86,23 @@ def damaged(text: str) -> dict[str, str]:
         "seconds that cannot be": json.dumps({**whole, "records": [{**first, "decode_s": [-1]}]}),
         "seconds that are text": json.dumps({**whole, "records": [{**first, "decode_s": ["x"]}]}),
         "not a time": json.dumps({**whole, "records": [{**first, "at": "soon"}]}),
+        **{
+            f"a record with {name} {value!r}": json.dumps({**whole, "records": [{**first, name: value}]})
+            for name, value in (
+                ("decode_s", [1e-300]),
+                ("depth", "many"),
+                ("depth", -1),
+                ("depth", 1e300),
+                ("n_prompt", None),
+                ("predicted_s", -1.0),
+                ("wall_s", "long"),
+                ("vram_budget", "all"),
+                ("host_bytes", 0.5),
+                ("source", 3),
+                ("failure", 7),
+                ("message", None),
+            )
+        },
         "another field": json.dumps({**whole, "records": [{**first, "colour": "blue"}]}),
         **{
             f"a placement with {name} {value!r}": json.dumps(

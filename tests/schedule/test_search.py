@@ -65,6 +65,16 @@ def test_repeats_tell_the_noise() -> None:
     assert believe(LINE, quiet, 0.3).noise < NOISE < believe(LINE, loud, 0.3).noise
 
 
+def test_a_measurement_whose_own_stretches_differ_tells_nobody_apart() -> None:
+    quiet = [Observation(0, 0.1), Observation(8, 0.15)]
+    loud = [Observation(0, 0.1, spread=0.6), Observation(8, 0.15, spread=0.01)]
+    mean, sd = believe(LINE, quiet, 0.3).apart(8, 0)
+    assert mean > 2 * sd
+    mean, sd = believe(LINE, loud, 0.3).apart(8, 0)
+    assert mean < 2 * sd
+    assert believe(LINE, quiet, 0.3).noise < 0.06 < 0.4 < believe(LINE, loud, 0.3).noise
+
+
 def test_it_ends_when_nothing_is_likely_to_matter() -> None:
     seen = [Observation(i, LINE[i].predicted_s) for i in range(9) for _ in range(12)]
     belief = believe(LINE, seen, 0.3)
