@@ -16,7 +16,7 @@ from typing import NoReturn, TextIO
 
 import click
 
-from hybrid.cli import ENDING, INTERRUPTED
+from hybrid.cli import ENDING, INTERRUPTED, takes_more
 from hybrid.cli.clash import check_package
 from hybrid.errors import HybridError
 from hybrid.printable import printable
@@ -124,6 +124,8 @@ def main() -> NoReturn:
     code = 128 + told[0] if told else code  # what it interrupted may have had something to say first
     for stream in (sys.stdout, sys.stderr):
         try:
+            if code > 128 and not takes_more(stream):
+                _abandon(stream)  # told to end, and not when somebody has read on
             stream.flush()
         except (OSError, ValueError):
             code = code or CLOSED_PIPE
