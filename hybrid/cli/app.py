@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import NoReturn, TextIO
 
 import click
 
-from hybrid.cli import ENDING, INTERRUPTED
+from hybrid.cli import ENDING, INTERRUPTED, takes_more
 from hybrid.cli.clash import check_package
 from hybrid.errors import HybridError
 from hybrid.printable import printable
@@ -123,12 +124,15 @@ def main() -> NoReturn:
     code = 128 + told[0] if told else code  # what it interrupted may have had something to say first
     for stream in (sys.stdout, sys.stderr):
         try:
+            if code > 128 and not takes_more(stream):
+                _abandon(stream)  # told to end, and not when somebody has read on
             stream.flush()
         except (OSError, ValueError):
             code = code or CLOSED_PIPE
             _abandon(stream)
     if code > 128 and any(thread.name == "hybrid-head" for thread in threading.enumerate()):
         os._exit(code)  # torch is still being imported: Python would end that thread amid C++, or wait for it
+    gc.freeze()  # else Python looks for cycles once more, which takes half a second where torch is loaded
     sys.exit(code)
 
 

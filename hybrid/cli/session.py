@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hybrid.cli import takes_more
 from hybrid.cli.options import PLACEMENT, pick
 from hybrid.cli.progress import ProgressBar
 from hybrid.errors import BadRequestError
@@ -155,7 +156,7 @@ def emit(session: Session, stream: Stream, *, as_json: bool, max_tokens: int | N
                 sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
                 sys.stdout.flush()
     except BaseException:
-        if last and not last.endswith("\n"):
+        if last and not last.endswith("\n") and takes_more(sys.stdout):
             with suppress(OSError, ValueError):  # it may be stdout that failed, or is closed
                 click.echo()
         raise

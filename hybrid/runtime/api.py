@@ -219,12 +219,14 @@ class Hybrid(LlamaAPI):
         def cancel() -> None:
             nonlocal cancelled
             cancelled = True
-            if self._turns.at_work(pieces):
-                self.engine.interrupt()
+            engine = self._engine
+            if engine is not None and self._turns.at_work(pieces):
+                engine.interrupt()
 
         if stream:
             return Stream(self._in_turn(pieces), result, cancel)
         with self._turns.queue, self._turns.begin(pieces):
+            assert self.engine  # not closed while it waited
             for _ in pieces:
                 pass
         return result[0]
@@ -343,8 +345,9 @@ class Hybrid(LlamaAPI):
         """`pieces` one by one, the model free between them."""
         turn = self._turns.begin
         while True:
-            assert self.engine  # not closed since
+            assert self.engine  # not closed since, and in a forked process nobody would give it the turn
             with self._turns.queue, turn(pieces):
+                assert self.engine  # not closed while it waited
                 turn = self._turns.resume
                 piece = next(pieces, None)
             if piece is None:

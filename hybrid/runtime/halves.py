@@ -59,7 +59,8 @@ class Halves:
     @property
     def can_go_back(self) -> bool:
         """Whether the last tokens of a sequence can be forgotten again: not where a layer's state is recurrent."""
-        return self.tail is None or self.tail.can_go_back
+        tail = self.tail  # another thread may be closing
+        return tail is None or tail.can_go_back
 
     @property
     def notes(self) -> list[str]:

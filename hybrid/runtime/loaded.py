@@ -115,9 +115,8 @@ class Loaded:
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """The logits after every token, [n_tokens, n_vocab] float32, from an empty context (which is left empty)."""
-        engine = self.engine
         self._check(tokens)
-        with self._turns.queue, self._turns.begin(object()), engine.scoring():
+        with self._turns.queue, self._turns.begin(object()), (engine := self.engine).scoring():
             engine.trim(0)
             rows = engine.evaluate(list(tokens), outputs="all")
             engine.trim(0)
@@ -126,9 +125,9 @@ class Loaded:
 
     def score(self, tokens: Sequence[int], see: Callable[[int, Logits], None]) -> None:
         """As `logits`, without holding all of them: `see(i, row)` gets the logits [n_vocab] after each token."""
-        engine, step = self.engine, self.placement.n_batch
+        step = self.placement.n_batch
         self._check(tokens)
-        with self._turns.queue, self._turns.begin(object()), engine.scoring():
+        with self._turns.queue, self._turns.begin(object()), (engine := self.engine).scoring():
             engine.trim(0)
             for start in range(0, len(tokens), step):
                 rows = engine.evaluate(list(tokens[start : start + step]), outputs="all")

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
+from hybrid.errors import EngineError
+
 T = TypeVar("T")
 
 
@@ -54,11 +56,15 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self._closed = False
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         self._thread.start()
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Do `work` after what was submitted before. Interrupted, it may have been submitted nevertheless."""
+        """Do `work` after what was submitted before. Interrupted, it may have been submitted nevertheless. Raises
+        EngineError once closed: nobody would ever do it."""
+        if self._closed:
+            raise EngineError("This model is closed.")
         job = Job(work)
         self._jobs.put(job)
         return job
@@ -77,6 +83,7 @@ class Worker:
 
     def close(self, wait: bool = True) -> None:
         """Finish what was submitted and end the thread; without `wait`, some time. Calling it again does nothing."""
+        self._closed = True
         self._jobs.put(None)
         if wait:
             _patiently(self._thread.join)

@@ -52,6 +52,9 @@ class Context(Sequences):
         self.model = model
         self.n_vocab = model.n_vocab
         self.n_embd = model.n_embd
+        handle = model.handle
+        self.can_go_back = not (lib().llama_model_is_recurrent(handle) or lib().llama_model_is_hybrid(handle))
+        """Whether a sequence can forget its last tokens; a recurrent state cannot."""
         self._open(params)
 
     def _open(self, params: Any) -> None:
@@ -200,12 +203,6 @@ class Context(Sequences):
         if n == 0:
             raise BadRequestError("There are no logits: nothing was marked as an output.")
         return np.ctypeslib.as_array(lib().llama_get_logits(self.context), (n, self.n_vocab))
-
-    @property
-    def can_go_back(self) -> bool:
-        """Whether a sequence can forget its last tokens; a recurrent state cannot."""
-        recurrent = lib().llama_model_is_recurrent(self.model.handle) or lib().llama_model_is_hybrid(self.model.handle)
-        return not recurrent
 
     def set_threads(self, n_threads: int, n_threads_batch: int) -> None:
         """Threads for single tokens and for batches from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,10 @@ ATTR_UNKNOWN, ATTR_CONTROL = 1 << 0, 1 << 3
 
 
 class Vocabulary:
-    """Tokens and text: of a loaded model, which `Vocabulary(model)` borrows, or of a file alone (`open`)."""
+    """Tokens and text: of a loaded model, which `Vocabulary(model)` borrows, or of a file alone (`open`).
+
+    Threads may share it; `close` waits until none of them is inside llama.cpp, whose memory may be freed then.
+    """
 
     def __init__(self, model: Model, *, owned: bool = False) -> None:
         self._lib = lib()
@@ -46,6 +50,7 @@ class Vocabulary:
         self.chat_template: str | None = template.decode(errors="replace") if template else None
         """The file's Jinja template for chats; None where it has none."""
         self._piece = ctypes.create_string_buffer(128)
+        self._guard = threading.RLock()
 
     @classmethod
     def open(cls, path: str | Path) -> Vocabulary:
@@ -65,7 +70,8 @@ class Vocabulary:
         while True:
             out = np.empty(room, np.int32)
             pointer = ctypes.cast(out.ctypes.data, ctypes.POINTER(ctypes.c_int32))
-            n = self._lib.llama_tokenize(self._handle, data, len(data), pointer, room, add_special, parse_special)
+            with self._guard:
+                n = self._lib.llama_tokenize(self._handle, data, len(data), pointer, room, add_special, parse_special)
             if n >= 0:
                 return out[:n].tolist()  # type: ignore[no-any-return]
             if -n <= room:
@@ -75,11 +81,12 @@ class Vocabulary:
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """The bytes of one token, perhaps a part of a character. Control tokens are empty unless `special`."""
         self._check(token)
-        n = self._lib.llama_token_to_piece(self._handle, token, self._piece, len(self._piece), 0, special)
-        if n < 0:
-            self._piece = ctypes.create_string_buffer(-n)
+        with self._guard:
             n = self._lib.llama_token_to_piece(self._handle, token, self._piece, len(self._piece), 0, special)
-        return self._piece.raw[:n]
+            if n < 0:
+                self._piece = ctypes.create_string_buffer(-n)
+                n = self._lib.llama_token_to_piece(self._handle, token, self._piece, len(self._piece), 0, special)
+            return self._piece.raw[:n]
 
     def detokenize(self, tokens: Sequence[int], *, special: bool = False, remove_special: bool = False) -> str:
         """The text of `tokens`, the inverse of `tokenize`. Bytes that are no UTF-8 become U+FFFD.
@@ -93,7 +100,8 @@ class Vocabulary:
         room = 8 * ids.size + 16
         while True:
             out = ctypes.create_string_buffer(room)
-            n = self._lib.llama_detokenize(self._handle, pointer, ids.size, out, room, remove_special, special)
+            with self._guard:
+                n = self._lib.llama_detokenize(self._handle, pointer, ids.size, out, room, remove_special, special)
             if n >= 0:
                 return out.raw[:n].decode("utf-8", "replace")
             if -n <= room:
@@ -103,42 +111,50 @@ class Vocabulary:
     def is_eog(self, token: int) -> bool:
         """Whether the token ends a generation (EOS, EOT, …)."""
         self._check(token)
-        return bool(self._lib.llama_vocab_is_eog(self._handle, token))
+        with self._guard:
+            return bool(self._lib.llama_vocab_is_eog(self._handle, token))
 
     def is_control(self, token: int) -> bool:
         """Whether the token steers the model and has no text of its own."""
         self._check(token)
-        return bool(self._lib.llama_vocab_is_control(self._handle, token))
+        with self._guard:
+            return bool(self._lib.llama_vocab_is_control(self._handle, token))
 
     def attributes(self, token: int) -> int:
         """The token's `llama_token_attr` bits."""
         self._check(token)
-        return int(self._lib.llama_vocab_get_attr(self._handle, token))
+        with self._guard:
+            return int(self._lib.llama_vocab_get_attr(self._handle, token))
 
     def text(self, token: int) -> str:
         """The token as the vocabulary spells it (`▁the`, `<|im_end|>`)."""
         self._check(token)
-        raw: bytes | None = self._lib.llama_vocab_get_text(self._handle, token)
+        with self._guard:
+            raw: bytes | None = self._lib.llama_vocab_get_text(self._handle, token)
         return (raw or b"").decode("utf-8", "replace")
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
         """Text -> id of every token that only `parse_special` recognises. Made on first use."""
-        attributes, handle = self._lib.llama_vocab_get_attr, self._handle
-        wanted = ATTR_CONTROL | ATTR_UNKNOWN
-        return {self.text(i): i for i in range(self.n_vocab) if attributes(handle, i) & wanted}
+        attributes, wanted = self._lib.llama_vocab_get_attr, ATTR_CONTROL | ATTR_UNKNOWN
+        with self._guard:
+            handle = self._handle
+            return {self.text(i): i for i in range(self.n_vocab) if attributes(handle, i) & wanted}
 
     @cached_property
     def eog_tokens(self) -> frozenset[int]:
         """Every token that ends a generation. Made on first use."""
-        is_eog, handle = self._lib.llama_vocab_is_eog, self._handle
-        return frozenset(i for i in range(self.n_vocab) if is_eog(handle, i))
+        is_eog = self._lib.llama_vocab_is_eog
+        with self._guard:
+            handle = self._handle
+            return frozenset(i for i in range(self.n_vocab) if is_eog(handle, i))
 
     def close(self) -> None:
         """Free the model if this vocabulary opened it. Harmless when repeated."""
-        model, self._model = self._model, None
-        if model is not None and self._owned:
-            model.close()
+        with self._guard:
+            model, self._model = self._model, None
+            if model is not None and self._owned:
+                model.close()
 
     def __enter__(self) -> Vocabulary:
         return self

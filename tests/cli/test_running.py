@@ -6,8 +6,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import termios
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ import gguf
 import pexpect
 import pytest
 
+from hybrid.cli import takes_more
 from hybrid.cli.progress import ProgressBar
 from hybrid.cli.session import emit
 from hybrid.errors import BadRequestError
@@ -251,3 +255,33 @@ def test_what_is_said_of_an_error_amid_a_line_goes_on_its_own(
     with pytest.raises(BadRequestError):
         emit(session, failing(), as_json=False, max_tokens=None)  # type: ignore[arg-type]
     assert capsys.readouterr().out == shown
+
+
+def test_a_signal_does_not_wait_for_a_reader_that_has_stopped_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    late = threading.Event()
+
+    def read_on() -> None:
+        late.set()
+        os.read(read, 1 << 20)
+
+    def told_to_end() -> Iterator[str]:
+        yield "Rome"
+        os.set_blocking(write, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(write, b"x" * 64)
+        os.set_blocking(write, True)
+        raise SystemExit(143)
+
+    session = SimpleNamespace(progress=ProgressBar(), model=None, say_notes=lambda: None)
+    rescue = threading.Timer(5, read_on)
+    rescue.start()
+    with open(write, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        with pytest.raises(SystemExit):
+            emit(session, told_to_end(), as_json=False, max_tokens=None)  # type: ignore[arg-type]
+        assert not takes_more(out)
+    rescue.cancel()
+    os.close(read)
+    assert not late.is_set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid.errors import BadRequestError, EngineError
+from hybrid.tail.llama import lib
 from hybrid.tail.tail import Tail
 from hybrid.tail.vocab import Vocabulary
 
@@ -86,3 +88,31 @@ def test_a_closed_vocabulary_refuses(vocabulary: Vocabulary) -> None:
     vocabulary.close()
     with pytest.raises(EngineError, match="closed"):
         vocabulary.tokenize("x")
+
+
+def test_closing_waits_for_who_is_inside_llama_cpp(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory may be freed then: another thread's tokenizing ended the process."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            inside.set()
+            assert leave.wait(60)
+            return getattr(lib(), name)
+
+    expected = vocabulary.tokenize("Hello")
+    monkeypatch.setattr(vocabulary, "_lib", Slow())
+    got: list[list[int]] = []
+    user = threading.Thread(target=lambda: got.append(vocabulary.tokenize("Hello")))
+    closer = threading.Thread(target=vocabulary.close)
+    user.start()
+    assert inside.wait(60)
+    closer.start()
+    closer.join(0.1)
+    assert closer.is_alive()
+    leave.set()
+    user.join(60)
+    closer.join(60)
+    assert got == [expected]
+    with pytest.raises(EngineError, match="closed"):
+        vocabulary.tokenize("Hello")
