@@ -66,6 +66,8 @@ def _print(machine: Machine) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from hybrid.cli.tables import say
+
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
@@ -75,7 +77,7 @@ def _print(machine: Machine) -> None:
     console.print(f"[bold]{machine.name}[/bold]" + (" (assumed)" if machine.assumed else ""))
     console.print(table)
     for note in machine.notes:
-        console.print(note, markup=False)
+        say(console, note)
     if machine.measured_at:
         console.print(f"Measured {machine.measured_at}; --refresh measures again.", markup=False)
 

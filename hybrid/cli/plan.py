@@ -110,7 +110,7 @@ def _machine(name: str | None) -> Machine:
 def _print(report: PlanReport, title: str) -> None:
     from rich.console import Console
 
-    from hybrid.cli.tables import figures
+    from hybrid.cli.tables import figures, say, show
 
     console = Console(highlight=False, soft_wrap=True)
     request, machine = report.request, report.machine
@@ -120,7 +120,7 @@ def _print(report: PlanReport, title: str) -> None:
     vram = "" if report.budget.vram_bytes is None else f"{size(report.budget.vram_bytes)} of VRAM and "
     console.print(f"{machine.name} ({where}): {vram}{size(report.budget.ram_bytes)} of RAM may be used", markup=False)
     for note in report.notes:
-        console.print(note, markup=False)
+        say(console, note)
     half = request.n_ctx // 2
     columns = ["-ngl", "--kv", "VRAM", "RAM", f"TTFT {half}", "t/s empty", "half", "full"]
     columns += ["longest"] if request.tpot_s is not None else []
@@ -128,14 +128,14 @@ def _print(report: PlanReport, title: str) -> None:
     for candidate in _chosen(report):
         table.add_row(*_row(candidate, report))
     console.print()
-    console.print(table)
+    show(console, table)
     console.print()
     longest = "; `longest` is the context that still meets --tpot" if request.tpot_s is not None else ""
-    console.print(f"Predicted speeds may be off by {100 * report.uncertainty:.0f} %{longest}.", markup=False)
+    say(console, f"Predicted speeds may be off by {100 * report.uncertainty:.0f} %{longest}.")
     if report.flags:
         console.print(f"Use: {report.flags}", markup=False)
     for line in report.advice:
-        console.print(line, markup=False)
+        say(console, line)
 
 
 def _chosen(report: PlanReport) -> list[Candidate]:

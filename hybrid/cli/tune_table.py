@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from hybrid.cli.tables import figures
+from hybrid.cli.tables import figures, say, show
 from hybrid.cli.units import size
 
 if TYPE_CHECKING:
@@ -24,13 +24,13 @@ def print_tuning(report: TuneReport, console: Console) -> None:
     budget = "" if report.budget.vram_bytes is None else f"{size(report.budget.vram_bytes)} of VRAM and "
     console.print(f"{budget}{size(report.budget.ram_bytes)} of RAM may be used", markup=False)
     for note in report.notes:
-        console.print(note, markup=False)
+        say(console, note)
     unit = "s" if ttft else "tok/s"
     table = figures("-ngl", "--kv", "-t", "VRAM", "RAM", "predicted", f"measured {unit}", "runs")
     for row in _shown(report):
         table.add_row(*_cells(row, report))
     console.print()
-    console.print(table)
+    show(console, table)
     console.print()
     _conclude(report, console)
 
@@ -49,11 +49,8 @@ def _conclude(report: TuneReport, console: Console) -> None:
     earlier = f" and {report.reused} earlier" if report.reused else ""
     runs = f"{len(report.trials)} measurement{'s' * (len(report.trials) != 1)}"
     within = f"; one measurement is within {100 * report.noise:.0f} %" if report.best is not None else ""
-    console.print(
-        f"{runs}{earlier} in {report.elapsed_s:.0f} s; {left_out} of {len(report.rows)} "
-        f"placements that fit were not measured{within}.",
-        markup=False,
-    )
+    left = f"{left_out} of {len(report.rows)} placements that fit were not measured"
+    say(console, f"{runs}{earlier} in {report.elapsed_s:.0f} s; {left}{within}.")
     for message in dict.fromkeys(row.message for row in report.rows if row.message):
         where = ", ".join(_name(row) for row in report.rows if row.message == message)
         console.print(f"Failed at {where}: {message}", markup=False)

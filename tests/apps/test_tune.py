@@ -352,15 +352,6 @@ def test_a_plot_of_a_file_with_a_long_name_has_room_for_it() -> None:
     plt.close(figure)
 
 
-def test_a_first_measurement_that_was_given_up_tells_how_slow_the_machine_is(
-    model: Path, faked: Callable[..., Fake]
-) -> None:
-    faked(inner, fails=lambda p: "too slow")
-    first = run(model, budget_s=0.01)
-    assert not any(row.measured for row in first.rows)
-    assert any("there is no time to calibrate them" in note for note in first.notes)
-
-
 @pytest.mark.parametrize("device", ["bogus", "", "cuda:x", "cpu:1"])
 def test_a_device_there_is_none_of_is_refused_before_anything_is_measured(
     model: Path, faked: Callable[..., Fake], device: str

@@ -169,6 +169,17 @@ def test_a_placement_that_hangs_does_not_cost_the_others_their_time(tuned: Calla
         assert machine.now <= BUDGET_S
 
 
+def test_a_first_measurement_that_was_given_up_tells_how_slow_the_machine_is(
+    tuned: Callable[..., TuneReport],
+) -> None:
+    machine = SlowMachine(1e6)
+    report = tuned(machine, exhaustive=False)
+    assert not measured(report)
+    (note,) = (note for note in report.notes if "another" in note)
+    assert float(note.split("another ")[1].split(" s")[0]) >= BUDGET_S
+    assert any("there is no time to calibrate them" in note for note in report.notes)
+
+
 def test_time_left_is_what_the_budget_leaves_and_of_a_sweep_what_its_runs_take(
     tuned: Callable[..., TuneReport],
 ) -> None:

@@ -373,3 +373,24 @@ def test_as_many_sequences_as_fit_beside_one_and_the_note_says_how_many(monkeypa
     assert note == "3 sequences at a time, as many as fit: 3,072 MiB of KV cache."
     assert chosen(1000 * GIB)[0] == 8
     assert chosen(1000 * GIB, most_sequences=5)[0] == 5
+
+
+def test_a_narrow_terminal_cuts_no_figure_and_no_word() -> None:
+    import io
+
+    from rich.console import Console
+
+    from hybrid.cli.tables import figures, say, show
+
+    table = figures("-ngl", "RAM")
+    table.add_row("30", "1,234,567,890 MiB", "a few words at the end")
+    drawn = io.StringIO()
+    console = Console(file=drawn, width=20, force_terminal=True, color_system=None, soft_wrap=True)
+    show(console, table)
+    assert "30 1,234,567,890 MiB a few words at the end" in drawn.getvalue()
+    say(console, "There is no GPU: figures are an emulated one's.")
+    lines = [line.rstrip() for line in drawn.getvalue().splitlines()]
+    assert lines[-3:] == ["There is no GPU:", "figures are an", "emulated one's."]
+    piped = io.StringIO()
+    say(Console(file=piped, width=20), "There is no GPU: figures are an emulated one's.")
+    assert piped.getvalue().count("\n") == 1
