@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own habit
 from torch import Tensor
 
+from hybrid.errors import Cancelled
 from hybrid.head.feed_forward import feed_forward
 from hybrid.head.kv.base import QKV, KVCache
 from hybrid.head.loading import LayerWeights, Loader
@@ -101,12 +102,21 @@ class Block:
 
 
 def run(
-    blocks: list[Block], h: Tensor, rotations: Rotations, cache: KVCache, positions: Tensor, seqs: Tensor
+    blocks: list[Block],
+    h: Tensor,
+    rotations: Rotations,
+    cache: KVCache,
+    positions: Tensor,
+    seqs: Tensor,
+    cancelled: Callable[[], bool] | None = None,
 ) -> Tensor:
-    """All blocks in turn; while one attends, the cache may fetch what the next will need."""
+    """All blocks in turn; while one attends, the cache may fetch what the next will need. Before each, `cancelled` is
+    asked: once it returns True, Cancelled is raised, and some layers have stored the tokens and others have not."""
     cache.prefetch(0, positions, seqs)
     stream = Stream(h, blocks[0].attn_norm(h))
     for layer, block in enumerate(blocks):
+        if cancelled is not None and cancelled():
+            raise Cancelled("The evaluation was interrupted.")
         last = layer + 1 == len(blocks)
         if not last:
             cache.prefetch(layer + 1, positions, seqs)

@@ -55,7 +55,8 @@ class Head:
     ) -> None:
         """Load what `placement` asks for, straight from the mmap of `file` (which must stay open).
 
-        `progress` gets the share loaded, 0..1; once `cancelled` returns True, Cancelled is raised. `compute` overrides
+        `progress` gets the share loaded, 0..1; once `cancelled` returns True, Cancelled is raised, amid the loading or
+        between two layers of an evaluation (`trim` then what it has stored of the tokens). `compute` overrides
         how the device computes; with `vram_budget` more bytes of it are not to be had, be it emulated or a GPU (where
         that holds for the whole process). Raises UnsupportedError (a device or a model this half cannot serve),
         OutOfMemoryError, BadRequestError (k out of range).
@@ -90,6 +91,7 @@ class Head:
             self._blocks = [Block(i, layer, loader, spec.norm_eps) for i, layer in enumerate(layers)]
             self._output = OutputHead(spec, loader) if k == spec.n_layers else None
             loader.close()
+        self._cancelled = cancelled
         self.weight_bytes = loader.device_bytes
         """Device bytes of the weights as they are held."""
         self._graphs: Graphs | None = None
@@ -110,7 +112,7 @@ class Head:
 
         tokens, positions, seqs: [n] integers on the host; the tokens of one sequence come in order and continue it,
         at most n_batch of them. Returns the hidden state after layer k - 1, [n, n_embd] float32 on the device.
-        Raises BadRequestError, OutOfMemoryError. If it raises, `cache.trim` each sequence to what it had.
+        Raises BadRequestError, OutOfMemoryError, Cancelled. If it raises, `cache.trim` each sequence to what it had.
         """
         where = np.asarray(positions, np.int64)
         device = self.compute.device
@@ -121,7 +123,7 @@ class Head:
                 out = self._graphs.step(h, self._rotations(where, CPU), self.cache.stretches(*on_host))
                 if out is not None:
                     return out
-            return run(self._blocks, h, self._rotations(where, device), self.cache, *on_host)
+            return run(self._blocks, h, self._rotations(where, device), self.cache, *on_host, self._cancelled)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

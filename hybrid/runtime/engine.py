@@ -227,7 +227,7 @@ class Engine(Pipeline):
         for seq, held in enumerate(self._tokens):
             self._trim(len(held), seq)
         self._n_steps = 0
-        self._unsettled = False
+        self._unsettled = self._stopping = False
 
     def settle(self) -> None:
         """At the beginning of a request, when nothing is under way for anybody else: `abandon` what Ctrl-C, pressed

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid.errors import BadRequestError, EngineError
+from hybrid.errors import BadRequestError, Cancelled, EngineError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
 from hybrid.runtime.boundary import Boundary
@@ -190,6 +190,29 @@ def test_what_ctrl_c_again_and_again_leaves_undone_the_next_request_does(
         assert held in (0, 10)
         assert engine.head.cache.length(0) == engine.tail.n_tokens(0) == held  # type: ignore[attr-defined, union-attr]
         assert_invisible(last_logits(engine, TOKENS[held:]), expected)
+
+
+@pytest.mark.parametrize("k", [2, 4])
+def test_an_interrupted_chunk_ends_between_two_layers(llama_f32: Path, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    attended: list[int] = []
+    with engine_of(llama_f32, k) as engine:
+        expected = last_logits(engine, TOKENS[:60])
+        engine.trim(10)
+        assert engine.head is not None
+        attend = engine.head.cache.attend
+
+        def watched(layer: int, *args: Any) -> Any:
+            attended.append(layer)
+            engine.interrupt()
+            return attend(layer, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.head.cache, "attend", watched)
+            with pytest.raises(Cancelled):
+                engine.evaluate(TOKENS[10:60])
+        assert attended == [0]
+        assert engine.reuse(TOKENS[:60]) == 10
+        assert_invisible(last_logits(engine, TOKENS[10:60]), expected)
 
 
 @pytest.mark.parametrize("k", [0, 2])
