@@ -25,7 +25,7 @@ from hybrid.schedule.cost import CostModel
 from hybrid.schedule.cost_fit import fit
 from hybrid.schedule.cost_prior import assumed_rates
 from hybrid.schedule.devices import vram_limit
-from hybrid.schedule.estimate import Estimate, measured_s, same_speed
+from hybrid.schedule.estimate import Estimate, measured_s, same_speed, spread_of
 from hybrid.schedule.identity import identify
 from hybrid.schedule.ledger import ledger_of
 from hybrid.schedule.machine_store import this_machine, unmeasured_machine
@@ -48,6 +48,8 @@ CALIBRATION_PATIENCE = 3
 """A calibration that takes so many times longer than expected is given up."""
 ROUNDS = 2
 """Of an exhaustive sweep, there and back, so that what drifts does not favour one end."""
+MOST_SPREAD = 0.2
+"""Of an earlier measurement's own stretches (`spread_of`), for it to count."""
 MENTIONED_S = 1.0
 """Seconds over the budget from which on they are mentioned."""
 
@@ -129,12 +131,14 @@ class _Session:
 
     def _counts(self, record: Record, wanted: Collection[Placement]) -> bool:
         """Whether an earlier record is worth something here: a speed at a depth that is not far off, or that a budget
-        which is the same was too small. What failed otherwise may succeed today."""
+        which is the same was too small. What failed otherwise may succeed today, and what a busy machine measured is
+        measured again."""
         if record.failure:
             return record.failure == "out of memory" and record.vram_budget == self.request.vram_bytes is not None
         depth = record.n_prompt if self.request.objective == "ttft" else record.depth
         near = abs(depth - self.depth) <= max(32, self.depth // 8)
-        return near and self._key(record.placement) in wanted
+        quiet = spread_of(record, self.request.objective) <= MOST_SPREAD
+        return near and quiet and self._key(record.placement) in wanted
 
     # -- measuring ---------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Estimate:
                 continue
             depth = record.n_prompt if self.objective == "ttft" else record.depth
             predicted = self.predicted_s(record.placement, depth)
-            found.append(Observation(index, seconds, predicted, _spread(_samples(record, self.objective))))
+            found.append(Observation(index, seconds, predicted, spread_of(record, self.objective)))
         return found
 
     @cached_property
@@ -104,8 +104,10 @@ def _samples(record: Record, objective: Objective) -> tuple[float, ...]:
     return record.prefill_s if objective == "ttft" else record.decode_s
 
 
-def _spread(samples: Sequence[float]) -> float:
-    """Standard error of their mean, of logarithms; 0 of a single one, which tells nothing of it."""
+def spread_of(record: Record, objective: Objective) -> float:
+    """How far its seconds may be off by its own samples, relative: the standard error of the mean of their logarithms;
+    0 of a single one, which tells nothing of it."""
+    samples = _samples(record, objective)
     return stdev(map(math.log, samples)) / math.sqrt(len(samples)) if len(samples) > 1 else 0.0
 
 

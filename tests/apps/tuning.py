@@ -23,6 +23,8 @@ class Fake:
         self.seconds, self.fails = seconds, fails
         self.ran: list[Condition] = []
         self.interrupt_after = 1000
+        self.slowed = 1.0
+        """How much longer one of three stretches takes, because the machine is busy."""
 
     def run_trial(self, condition: Condition, **_: Any) -> Trial:
         if len(self.ran) >= self.interrupt_after:
@@ -37,7 +39,7 @@ class Fake:
             condition=condition,
             load_s=0.1,
             ttft_s=(100 * seconds,) * condition.prefills,
-            decode_s=(seconds, 1.01 * seconds, 0.99 * seconds) if condition.repeats else (),
+            decode_s=(seconds, 1.01 * seconds, 0.99 * self.slowed * seconds) if condition.repeats else (),
             memory=PeakMemory(device_bytes=MIB, host_bytes=2 * MIB),
             wall_s=0.1,
         )
