@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid.errors import BadRequestError
 from hybrid.files import read_all
+from hybrid.printable import printable
 from hybrid.schedule.machine import Cpu, Gpu, Machine, Memory, Rates
 
 PRESETS_FILE = Path(__file__).with_name("presets.toml")
@@ -69,18 +70,23 @@ def _machine(name: str, table: Mapping[str, Any]) -> Machine:
         if not figures.get("device_bytes_per_s") or not figures.get("device_flop_per_s"):
             raise BadRequestError(f"{name} has vram_bytes but lacks device_bytes_per_s or device_flop_per_s.")
         vram = int(figures["vram_bytes"])
-        gpus = (Gpu(device="cuda:0", name=str(table.get("gpu", "a GPU")), total_bytes=vram, free_bytes=vram),)
+        gpus = (Gpu(device="cuda:0", name=_words(table, "gpu", "a GPU"), total_bytes=vram, free_bytes=vram),)
     cores, ram = int(figures["cores"]), int(figures["ram_bytes"])
     return Machine(
-        name=name,
+        name=printable(name),
         assumed=True,
         gpus=gpus,
         cpu=Cpu(model="assumed", cores=cores, physical_cores=cores, logical_cpus=cores, quota=None),
         memory=Memory(total_bytes=ram, available_bytes=ram, limit_bytes=None),
         rates=Rates(**{rate: figures[rate] for rate in RATES if rate in figures}),
-        notes=(f"The figures are assumed ({table.get('description', name)}), not measured.",),
+        notes=(f"The figures are assumed ({_words(table, 'description', name)}), not measured.",),
         sources={key: sources[key] for key in figures},
     )
+
+
+def _words(table: Mapping[str, Any], key: str, otherwise: str) -> str:
+    """A text of a file, for a terminal."""
+    return printable(str(table.get(key, otherwise)))
 
 
 def _figures(name: str, table: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, str]]:

@@ -115,6 +115,18 @@ def test_a_file_describes_a_machine_and_the_rest_is_the_default(tmp_path: Path) 
     assert machine.sources["device_flop_per_s"] == "me"
 
 
+def test_a_machine_files_words_do_not_reach_the_terminal_as_commands(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'gpu = "a\\u001b[2Jb"\ndescription = "c\\nd\\u009b"\nvram_bytes = 4e9\ndevice_bytes_per_s = 1e11\n'
+        "device_flop_per_s = 1e13"
+    )
+    machine = assumed_machine(str(path))
+    assert machine.gpu is not None
+    assert machine.gpu.name == "a?[2Jb"
+    assert "c d?" in machine.notes[0]
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
