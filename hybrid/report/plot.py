@@ -69,7 +69,8 @@ def _draw_speed(axes: Any, report: TuneReport) -> None:
     for colour, key, rows in _curves(report):
         guessed = [(row.placement.n_offloaded, value(row.predicted_s)) for row in rows if row.predicted_s is not None]
         ks, predicted = [k for k, _ in guessed], [speed for _, speed in guessed]
-        axes.plot(ks, predicted, ".:", markersize=3, color=colour, linewidth=1.2, label=f"{key}: predicted")
+        # Points, for each was predicted from what was known before it was measured: a line would join what differs.
+        axes.plot(ks, predicted, ".", markersize=4, color=colour, alpha=0.6, label=f"{key}: predicted")
         timed = [(row.placement.n_offloaded, row.measured) for row in rows if row.measured is not None]
         middles = [value(spread.median) for _, spread in timed]
         ends = [sorted((value(spread.least), value(spread.most))) for _, spread in timed]
