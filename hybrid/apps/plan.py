@@ -211,12 +211,10 @@ def _tried(model: CostModel, base: Placement, budget: Budget, request: PlanReque
 
 
 def _shorter(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> int:
-    """The longest context (to 3 %) that fits, is quick enough and not beyond what the model was trained for; 0 if none
-    is."""
+    """The longest context (to 3 %) that is enough and not beyond what the model was trained for; 0 if none is."""
 
     def good(n_ctx: int) -> bool:
-        winner = best(candidates(model, replace(base, n_ctx=n_ctx), budget, n_batch=request.n_batch))
-        return winner is not None and (request.tpot_s is None or winner.tpot_s[n_ctx] <= request.tpot_s)
+        return _enough(model, replace(base, n_ctx=n_ctx), budget, request)
 
     low, high = 0, request.n_ctx
     if 0 < model.spec.n_ctx_train < request.n_ctx:
@@ -230,14 +228,17 @@ def _shorter(model: CostModel, base: Placement, budget: Budget, request: PlanReq
 
 
 def _fewer(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> int:
-    """Sequences at a time that fit and are quick enough, halved as often as it takes; 0 if not even one is."""
+    """Sequences at a time that are few enough, halved as often as it takes; 0 if not even one is."""
     n = request.n_sequences // 2
-    while n:
-        winner = best(candidates(model, replace(base, n_sequences=n), budget, n_batch=request.n_batch))
-        if winner is not None and (request.tpot_s is None or winner.tpot_s[request.n_ctx] <= request.tpot_s):
-            return n
+    while n and not _enough(model, replace(base, n_sequences=n), budget, request):
         n //= 2
-    return 0
+    return n
+
+
+def _enough(model: CostModel, base: Placement, budget: Budget, request: PlanRequest) -> bool:
+    """Whether something like `base` fits and is quick enough at its full context."""
+    winner = best(candidates(model, base, budget, n_batch=request.n_batch))
+    return winner is not None and (request.tpot_s is None or meets(winner, request.tpot_s))
 
 
 def _ms(seconds: float) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hybrid.files import replacing
 from hybrid.schedule.identity import Identity
@@ -95,7 +95,7 @@ def _sound(name: str, value: object) -> bool:
         missing = value is None and name not in ("depth", "n_prompt")
         return missing or (type(value) is int and 0 <= value < 1 << 60)
     if name == "source":
-        return value in ("run", "tune")
+        return value in get_args(Source)
     return isinstance(value, str) or name not in ("failure", "message")
 
 

@@ -11,10 +11,12 @@ leader itself if less is known of it. It ends when none is likely to.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
@@ -125,11 +127,13 @@ def believe(options: Sequence[Option], observations: Sequence[Observation], unce
     for i, found in errors.items():
         counts[i] = len(found)
     noise = _noise(list(errors.values()))
-    off = [(seen.option, max(noise, seen.spread) ** 2) for seen in observations]
+    variances: dict[int, list[float]] = {}
+    for seen in observations:
+        variances.setdefault(seen.option, []).append(max(noise, seen.spread) ** 2)
     at = list(errors)
     means = np.array([np.mean(errors[i]) for i in at])
-    own = np.diag([sum(square for option, square in off if option == i) / len(errors[i]) ** 2 for i in at])
-    noise = math.sqrt(sum(square for _, square in off) / len(off)) if off else noise
+    own = np.diag([sum(variances[i]) / len(variances[i]) ** 2 for i in at])
+    noise = math.sqrt(fmean(itertools.chain(*variances.values()))) if variances else noise
     parts, likely = [], []
     for weight, prior in _priors(options, uncertainty):
         if not at:

@@ -21,6 +21,7 @@ import pytest
 from hybrid.apps import tune as app
 from hybrid.apps import tune_candidates
 from hybrid.apps.tune import TuneReport, TuneRequest, tune
+from hybrid.cli.tune_table import tuning_text
 from hybrid.errors import BadRequestError, UnsupportedError
 from hybrid.model.architectures import read_spec
 from hybrid.model.file import ModelFile
@@ -188,6 +189,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_next_tune_goes_on_from_it(
     whole = faked(inner)
     again = run(model)
     assert again.reused == 3
+    assert f"{len(again.trials)} measurements and 3 earlier in " in tuning_text(again, None)
     assert best(again) == 5
     alone = Counter(c.placement.n_gpu_layers for c in whole.ran)
     assert len(whole.ran) > 0
