@@ -75,9 +75,15 @@ class Window:
     def say(self, line: str) -> str:
         """Type a line, wait for the next prompt, return what was shown in between."""
         before = self.prompt()
+        echoes = self._times(line, before)
         self.type(f"{line}\r")
-        self.until(lambda: len(self.text) > len(before) and self.text.endswith("\n>"), "an answer")
+        # The prompt that is there may be drawn anew before it has got the line.
+        self.until(lambda: self._times(line, self.text) > echoes and self.text.endswith("\n>"), "an answer")
         return self.text[len(before) :].removesuffix("\n>")
+
+    def _times(self, line: str, text: str) -> int:
+        """How often it stands there, wherever lines were broken."""
+        return "".join(text.split()).count("".join(line.split()))
 
     def type(self, keys: str) -> None:
         """Press keys."""
